@@ -1,0 +1,48 @@
+"""Running a flow from a command: what the process needs before Prefect, Ray or torch is imported."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from schemas.recipe import RLRecipe, SFTRecipe
+from stages.workers.guard import start_guard
+
+QUIET = {
+    "PREFECT_LOGGING_LEVEL": "ERROR",
+    "PREFECT_SERVER_LOGGING_LEVEL": "ERROR",
+    "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+    "PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS": "120",
+    "DO_NOT_TRACK": "1",
+    "TRANSFORMERS_VERBOSITY": "error",
+}
+
+
+def prepare_process() -> None:
+    """Quiet libraries unless the user's environment says otherwise, importable recipes, and bytecode for children."""
+    for name, value in QUIET.items():
+        os.environ.setdefault(name, value)
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    if home := os.environ.get("PREFECT_HOME"):
+        Path(home).mkdir(parents=True, exist_ok=True)
+
+
+def run_recipe(recipe: RLRecipe | SFTRecipe) -> dict[str, Any]:
+    """Run the recipe's flow to its end; nothing of it is left behind, whatever happens."""
+    prepare_process()
+    guard = start_guard()
+    try:
+        if isinstance(recipe, RLRecipe):
+            from flows.train_rl import train_rl
+
+            return asyncio.run(train_rl(recipe))
+        from flows.train_sft import train_sft
+
+        return asyncio.run(train_sft(recipe))
+    finally:
+        guard.close()

@@ -1,0 +1,140 @@
+"""Opening a run: its folder, its tables, everything that computes. Closed on every way out."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from typing import Any
+
+from flows.monitor import Monitor
+from schemas.recipe import RLRecipe, SFTRecipe
+from schemas.types import GroupTask, Prompt
+from stages.agents.contract import load_agent
+from stages.prompts import prompt_stream, read_prompts
+from stages.workers.cluster import Cluster, open_cluster, open_trainer
+from stages.workers.trainer_group import TrainerGroup
+from storage.batches import Batches, Outcomes
+from storage.checkpoints import Checkpoints
+from storage.ledger import Ledger, read_ledger
+from storage.runs import RunFolder, check_model
+from storage.tables import Table
+from storage.traces import Traces
+
+
+class Run:
+    """An open RL run: what its flow hands to the stages."""
+
+    def __init__(self, recipe: RLRecipe, folder: RunFolder, prompts: list[Prompt], held_out: list[Prompt]) -> None:
+        self.recipe = recipe
+        self.folder = folder
+        self.held_out = held_out
+        self._prompts = prompts
+        self.traces = Traces(folder.uri)
+        self.evaluations = Traces(folder.uri, "evaluations")
+        self.batches = Batches(folder.uri, folder.attempt)
+        self.outcomes = Outcomes(folder.uri, folder.attempt)
+        self.checkpoints = Checkpoints(folder, recipe.checkpoint.keep)
+        self.monitor = Monitor(folder, recipe.max_steps)
+
+    def attach(self, cluster: Cluster) -> None:
+        self.engines = cluster.engines
+        self.agents = cluster.agents
+        self.trainer = cluster.trainer
+
+    @property
+    def tables(self) -> dict[str, Table]:
+        return {
+            "traces": self.traces.table,
+            "batches": self.batches.table,
+            "outcomes": self.outcomes.table,
+            "evaluations": self.evaluations.table,
+        }
+
+    def ledger(self) -> Ledger:
+        return read_ledger(self.traces, self.batches, self.outcomes)
+
+    def prompt_stream(self, ledger: Ledger) -> Iterator[GroupTask]:
+        """What the ledger says was lost, then what was never dispatched."""
+        return prompt_stream(
+            self._prompts,
+            self.recipe.rollout,
+            shuffle=self.recipe.prompts.shuffle,
+            seed=self.recipe.run.seed,
+            start=ledger.dispatched,
+            again=ledger.lost,
+            attempt=self.folder.attempt,
+        )
+
+    def summary(self, step: int, evaluations: dict[int, float]) -> dict[str, Any]:
+        """What the flow returns: plain values, written nowhere else."""
+        return {
+            "run": self.folder.uri,
+            "step": step,
+            "evaluations": evaluations,
+            "steps_trained": self.monitor.steps,
+            "first_step_at": self.monitor.first_step_at,
+            "seconds_per_step": self.monitor.seconds_per_step(),
+            "shares": self.monitor.shares(),
+            "ledger": self.ledger().summary(),
+        }
+
+
+@asynccontextmanager
+async def open_run(recipe: RLRecipe) -> AsyncIterator[Run]:
+    """Check what the recipe names, open or resume its run folder, start everything."""
+    check_model(recipe.model.path)
+    load_agent(recipe.agent.entry)
+    prompts = read_prompts(recipe.prompts)
+    held_out = read_prompts(recipe.prompts, recipe.evaluate.path)[: recipe.evaluate.num_prompts] if recipe.evaluate else []
+    folder = RunFolder(recipe)
+    try:
+        run = Run(recipe, folder, prompts, held_out)
+        with _ending_on_signals(), run.monitor.showing():
+            async with open_cluster(recipe, folder.uri, folder.attempt) as cluster:
+                run.attach(cluster)
+                yield run
+    finally:
+        folder.close()
+
+
+class SFTRun:
+    """An open SFT run."""
+
+    def __init__(self, recipe: SFTRecipe, folder: RunFolder, trainer: TrainerGroup, monitor: Monitor) -> None:
+        self.recipe = recipe
+        self.folder = folder
+        self.trainer = trainer
+        self.monitor = monitor
+        self.checkpoints = Checkpoints(folder, recipe.checkpoint.keep)
+
+
+@asynccontextmanager
+async def open_sft_run(recipe: SFTRecipe) -> AsyncIterator[SFTRun]:
+    """The same for supervised training, which needs the training ranks alone."""
+    check_model(recipe.model.path)
+    folder = RunFolder(recipe)
+    monitor = Monitor(folder, recipe.max_steps)
+    try:
+        with _ending_on_signals(), monitor.showing():
+            async with open_trainer(recipe, folder.uri) as trainer:
+                yield SFTRun(recipe, folder, trainer, monitor)
+    finally:
+        folder.close()
+
+
+@contextmanager
+def _ending_on_signals() -> Iterator[None]:
+    """SIGTERM and Ctrl-C cancel the flow, so that everything is closed in order. Installed last: Ray and Prefect bring
+    handlers of their own."""
+    loop, flow = asyncio.get_running_loop(), asyncio.current_task()
+    assert flow is not None
+    signals = (signal.SIGTERM, signal.SIGINT)
+    for number in signals:
+        loop.add_signal_handler(number, flow.cancel)
+    try:
+        yield
+    finally:
+        for number in signals:
+            loop.remove_signal_handler(number)

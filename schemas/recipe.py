@@ -1,0 +1,356 @@
+"""The recipe: everything that decides a run, as frozen pydantic models. Unknown keys are refused.
+
+A run never fails after its start for something that the recipe knew, so rules across fields are validators here.
+The string under a field is its documentation: unit and effect. `schemas/loading.py` reads YAML into these models.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, model_validator
+
+Probability = Annotated[float, Field(ge=0, le=1)]
+
+
+class Config(BaseModel):
+    """Base of every recipe model: frozen, strict about unknown keys, documented by the strings under the fields."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, protected_namespaces=())
+
+
+class RunConfig(Config):
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
+    """Identifies the run; running the same name again resumes it."""
+    root: str = "runs"
+    """Folder or fsspec URI that holds the run folders."""
+    seed: int = 0
+    """Decides prompt order, sampling seeds and weight initialisation."""
+
+
+class ModelConfig(Config):
+    path: str
+    """Local folder in Hugging Face layout (config, weights, tokenizer, chat template), or a hub id `org/name`."""
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    """Compute precision of trainer and engine alike; master weights are always float32."""
+    attention: Literal["sdpa", "eager", "flash_attention_2"] = "sdpa"
+    """Attention kernel of the trainer."""
+    activation_checkpointing: bool = False
+    """Recompute activations in the backward pass: less memory, more time."""
+    trust_remote_code: bool = False
+    """Allow Python code that ships with the checkpoint to run."""
+
+
+class PromptsConfig(Config):
+    path: str
+    """JSONL file of prompts, local or fsspec URI."""
+    prompt: str = "prompt"
+    """Column with the prompt: a string (one user message) or a list of chat messages."""
+    label: str = "label"
+    """Column that the environment grades against; rows without it get null."""
+    shuffle: bool = True
+    """New order every epoch, drawn from `run.seed`; false keeps the order of the file."""
+
+
+class AgentConfig(Config):
+    entry: str
+    """`module:Class` or `path/to/file.py:Class`, a subclass of `stages.agents.Env`."""
+    args: dict[str, Any] = {}
+    """Keyword arguments of the constructor."""
+    max_turns: PositiveInt = 16
+    """Model calls per rollout; reaching it truncates the rollout."""
+    max_context_tokens: PositiveInt = 2048
+    """Prompt, sampled and observation tokens of one rollout; reaching it truncates the rollout."""
+    timeout_seconds: PositiveFloat = 600.0
+    """Deadline of one rollout, tools included; past it the rollout is recorded as `timeout`."""
+    num_hosts: PositiveInt = 1
+    """Processes that run agents."""
+
+
+class SamplingConfig(Config):
+    temperature: Annotated[float, Field(ge=0)] = 1.0
+    """Divides the logits, in the engine and in the trainer's log-probs alike."""
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Nucleus size. Training needs 1: the trainer's log-probs are over the whole vocabulary."""
+    top_k: int = -1
+    """Candidates kept; -1 keeps all. Training needs -1, as for `top_p`."""
+    max_tokens: PositiveInt = 512
+    """Tokens sampled in one turn."""
+    stop: list[str] = []
+    """Strings that end a turn, beside the model's own end-of-turn token."""
+
+    @model_validator(mode="after")
+    def _top_k_is_all_or_some(self) -> Self:
+        if self.top_k == 0 or self.top_k < -1:
+            raise ValueError(f"top_k: found {self.top_k}; allowed: -1 (all tokens) or 1 and more")
+        return self
+
+
+class RolloutConfig(Config):
+    batch_groups: PositiveInt = 32
+    """Groups (prompts) trained between two refits."""
+    group_size: PositiveInt = 8
+    """Rollouts of each prompt."""
+    min_group_size: PositiveInt = 2
+    """Rollouts that must succeed; a group with fewer is dropped and counted."""
+    max_failed_groups: PositiveInt = 64
+    """Failed or too small groups in a row after which the run stops and says why."""
+    sampling: SamplingConfig = SamplingConfig()
+
+    @model_validator(mode="after")
+    def _group_can_be_large_enough(self) -> Self:
+        if self.min_group_size > self.group_size:
+            raise ValueError(
+                f"min_group_size: found {self.min_group_size}, above group_size = {self.group_size}; "
+                "allowed: at most group_size"
+            )
+        return self
+
+
+class WindowConfig(Config):
+    max_policy_lag: Annotated[int, Field(ge=0)] = 1
+    """Refits that a trained token may be behind the trainer. 0 is on-policy."""
+    stale: Literal["mask", "wait", "drop"] = "mask"
+    """What happens to tokens past the bound: `mask` leaves them out of the loss, `wait` trains in admission order so
+    that there are none, `drop` discards their group."""
+    groups_in_flight: Literal["auto"] | PositiveInt = "auto"
+    """Groups admitted and not yet trained. `auto` follows what keeps the trainer busy."""
+    straggler_wait_seconds: PositiveFloat = 60.0
+    """With `wait`: how long a batch waits for its slowest groups before they are aborted and counted."""
+
+
+class FilteringConfig(Config):
+    zero_variance: Literal["keep", "drop"] = "keep"
+    """`drop` discards groups whose rollouts all scored the same: they carry no advantage (DAPO's dynamic sampling)."""
+    max_dropped_groups: PositiveInt = 4096
+    """Groups dropped in a row after which the run stops: there is nothing to learn."""
+
+
+class GRPOAdvantage(Config):
+    type: Literal["grpo"] = "grpo"
+    """Reward minus the group's mean, over the group's standard deviation."""
+
+
+class DrGRPOAdvantage(Config):
+    type: Literal["dr_grpo"] = "dr_grpo"
+    """Reward minus the group's mean; not divided, so that easy and hard prompts weigh the same."""
+
+
+class RLOOAdvantage(Config):
+    type: Literal["rloo"] = "rloo"
+    """Reward minus the mean of the other rollouts of its group."""
+
+
+AdvantageConfig = Annotated[GRPOAdvantage | DrGRPOAdvantage | RLOOAdvantage, Field(discriminator="type")]
+
+
+class PolicyGradientLoss(Config):
+    type: Literal["policy_gradient"] = "policy_gradient"
+    """Minus advantage times log-prob by token (REINFORCE), weighed by the importance correction."""
+
+
+class CorrectionConfig(Config):
+    level: Literal["off", "token"] = "token"
+    """Unit of the importance correction between engine and trainer; `off` needs `window.max_policy_lag` = 0."""
+    low: Annotated[float, Field(ge=0)] = 0.5
+    """Tokens whose ratio is below are masked; they stay in the denominator."""
+    high: PositiveFloat = 5.0
+    """Tokens whose ratio is above are masked; they stay in the denominator."""
+
+    @model_validator(mode="after")
+    def _band_holds_one(self) -> Self:
+        if not self.low <= 1 <= self.high:
+            raise ValueError(f"low, high: found [{self.low}, {self.high}]; allowed: a band that contains 1")
+        return self
+
+
+class ConstantSchedule(Config):
+    type: Literal["constant"] = "constant"
+    """The learning rate stays at `lr` after the warm-up."""
+    warmup_steps: Annotated[int, Field(ge=0)] = 0
+    """Optimizer steps of linear warm-up."""
+
+
+class CosineSchedule(Config):
+    type: Literal["cosine"] = "cosine"
+    """After the warm-up the learning rate falls along a half cosine until the last step."""
+    warmup_steps: Annotated[int, Field(ge=0)] = 0
+    """Optimizer steps of linear warm-up."""
+    floor: Probability = 0.1
+    """Learning rate at the end, as a share of `lr`."""
+
+
+ScheduleConfig = Annotated[ConstantSchedule | CosineSchedule, Field(discriminator="type")]
+
+
+class OptimizerConfig(Config):
+    lr: PositiveFloat = 1e-6
+    """Peak learning rate of AdamW."""
+    betas: tuple[Probability, Probability] = (0.9, 0.95)
+    """Decay of AdamW's running means of the gradient and of its square."""
+    eps: PositiveFloat = 1e-8
+    """Added to the root of the second mean, so that AdamW never divides by zero."""
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    """Share of a weight, times the learning rate, that a step takes away (decoupled decay)."""
+    max_grad_norm: PositiveFloat = 1.0
+    """Gradients are scaled down to this global norm."""
+    schedule: ScheduleConfig = ConstantSchedule()
+    """Course of the learning rate over optimizer steps."""
+
+
+class TrainerConfig(Config):
+    num_ranks: PositiveInt = 1
+    """Data-parallel FSDP2 ranks, one process and (on GPU) one device each."""
+    max_tokens_per_microbatch: PositiveInt = 16384
+    """Padded tokens of one forward-backward; a longer single row runs alone."""
+    optimizer: OptimizerConfig = OptimizerConfig()
+    timeout_seconds: PositiveFloat = 1800.0
+    """Longest time that one collective operation or one batch may take."""
+
+
+class EngineConfig(Config):
+    num_engines: PositiveInt = 1
+    """vLLM engines, each with its own copy of the weights."""
+    max_num_seqs: PositiveInt = 256
+    """Sequences that an engine decodes at the same time."""
+    kv_cache_bytes: PositiveInt | None = None
+    """Size of the key-value cache; unset lets vLLM measure it (GPU) or takes 1 GiB (CPU)."""
+    args: dict[str, Any] = {}
+    """Any other argument of vLLM's AsyncEngineArgs, under vLLM's own name."""
+    timeout_seconds: PositiveFloat = 600.0
+    """Longest time that starting an engine may take."""
+
+
+class RefitConfig(Config):
+    cache: Literal["recompute", "keep"] = "recompute"
+    """`recompute` prefills the contexts in flight again under the new weights; `keep` goes on with the old keys and
+    values, so that later tokens match no single version of the weights."""
+    timeout_seconds: PositiveFloat = 300.0
+    """Longest time that one refit may take."""
+
+
+class EvaluateConfig(Config):
+    path: str
+    """JSONL file of held-out prompts, with the columns of `prompts`."""
+    every: PositiveInt | None = None
+    """Batch steps between evaluations; unset evaluates only before the first and after the last."""
+    num_prompts: PositiveInt | None = None
+    """Rows used from the start of the file; unset uses all."""
+    samples_per_prompt: PositiveInt = 1
+    """Rollouts of each row; their rewards are averaged."""
+    sampling: SamplingConfig | None = None
+    """Unset takes `rollout.sampling`."""
+
+
+class CheckpointConfig(Config):
+    every: PositiveInt = 50
+    """Batch steps between checkpoints; the last step is always saved."""
+    keep: PositiveInt = 2
+    """Newest complete checkpoints kept."""
+
+
+class Recipe(Config):
+    """What RL and SFT recipes share."""
+
+    run: RunConfig
+    model: ModelConfig
+    trainer: TrainerConfig = TrainerConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    max_steps: PositiveInt
+    """Batch steps after which the run ends."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where engine and trainer run; `auto` takes GPUs when there are any."""
+    export: str | None = None
+    """Folder for the final weights in Hugging Face layout; unset writes `exports/final` in the run folder."""
+
+
+class SFTDataConfig(Config):
+    path: str
+    """JSONL file of conversations, local or fsspec URI."""
+    messages: str = "messages"
+    """Column with the chat messages; the last one is the assistant's and is the one that is trained."""
+    batch_size: PositiveInt = 64
+    """Conversations per optimizer step."""
+    max_tokens: PositiveInt = 2048
+    """Longer rows are refused, with their number."""
+
+
+class SFTRecipe(Recipe):
+    kind: Literal["sft"]
+    """Chooses supervised fine-tuning."""
+    data: SFTDataConfig
+
+
+class RLRecipe(Recipe):
+    kind: Literal["rl"]
+    """Chooses reinforcement learning."""
+    prompts: PromptsConfig
+    agent: AgentConfig
+    rollout: RolloutConfig = RolloutConfig()
+    window: WindowConfig = WindowConfig()
+    filtering: FilteringConfig = FilteringConfig()
+    advantage: AdvantageConfig = GRPOAdvantage()
+    """Estimator that turns the rewards of a group into advantages."""
+    loss: PolicyGradientLoss = PolicyGradientLoss()
+    correction: CorrectionConfig = CorrectionConfig()
+    engine: EngineConfig = EngineConfig()
+    refit: RefitConfig = RefitConfig()
+    evaluate: EvaluateConfig | None = None
+    """Evaluation on held-out prompts; unset evaluates nothing."""
+
+    @model_validator(mode="after")
+    def _policies_agree(self) -> Self:
+        """Forward consistency: what the engine samples from is what the trainer computes log-probs of."""
+        sampling = self.rollout.sampling
+        if sampling.temperature == 0:
+            raise ValueError(
+                "rollout.sampling.temperature: found 0, which has no log-probabilities to train on; "
+                "allowed: above 0 (evaluate.sampling may be 0)"
+            )
+        if sampling.top_p != 1 or sampling.top_k != -1:
+            raise ValueError(
+                f"rollout.sampling: found top_p={sampling.top_p}, top_k={sampling.top_k}; allowed: top_p=1, top_k=-1 "
+                "(the trainer's log-probs are over the whole vocabulary)"
+            )
+        if self.correction.level == "off" and self.window.max_policy_lag > 0:
+            raise ValueError(
+                f"correction.level: found off with window.max_policy_lag = {self.window.max_policy_lag}; "
+                "allowed: token, or max_policy_lag = 0"
+            )
+        if self.refit.cache == "keep" and self.correction.level == "off":
+            raise ValueError("refit.cache: found keep with correction.level = off; allowed: recompute, or level = token")
+        return self
+
+    @model_validator(mode="after")
+    def _groups_make_sense(self) -> Self:
+        size, least = self.rollout.group_size, self.rollout.min_group_size
+        if least < 2:
+            raise ValueError(
+                f"rollout.min_group_size: found {least} (group_size {size}) with advantage.type = "
+                f"{self.advantage.type}, which compares rollouts of one prompt; allowed: 2 and more"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _window_holds_a_batch(self) -> Self:
+        places, batch = self.window.groups_in_flight, self.rollout.batch_groups
+        if places == "auto":
+            return self
+        most = (self.window.max_policy_lag + 1) * batch
+        if places < batch:
+            raise ValueError(f"window.groups_in_flight: found {places}; allowed: at least rollout.batch_groups = {batch}")
+        if self.window.stale == "wait" and places > most:
+            raise ValueError(
+                f"window.groups_in_flight: found {places} with window.stale = wait; allowed: at most "
+                f"(max_policy_lag + 1) x batch_groups = {most}, so that no token passes the bound"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _turn_fits_context(self) -> Self:
+        if self.rollout.sampling.max_tokens >= self.agent.max_context_tokens:
+            raise ValueError(
+                f"rollout.sampling.max_tokens: found {self.rollout.sampling.max_tokens}; allowed: below "
+                f"agent.max_context_tokens = {self.agent.max_context_tokens}, which also holds the prompt"
+            )
+        return self

@@ -1,0 +1,105 @@
+"""What a user writes: an `Env` that answers the policy and rewards it.
+
+    class GuessEnv(Env):
+        def step(self, state):
+            return Result(reward=float(state["action_text"] == state["label"]))
+
+The framework owns the loop: it renders the prompt, samples a turn, calls `step`, appends the observation, and repeats
+until the result is terminated or truncated. Methods may be plain or async; plain ones run in a thread, so they may
+block. One instance serves one rollout.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from schemas.errors import RecipeError
+
+
+@dataclass
+class Result:
+    """What a step gave. Rewards of a rollout's steps add up; `score`, `info` and `reward_components` are the last ones'.
+
+    `observation` is what the policy sees next: text (one user message) or a list of chat messages. It is not needed
+    when the rollout ends. `score` is the unshaped measure of success that filters look at; unset takes the reward.
+    """
+
+    reward: float | None = None
+    observation: str | list[dict[str, Any]] = ""
+    terminated: bool = True
+    truncated: bool = False
+    info: dict[str, Any] = field(default_factory=dict)
+    score: float | None = None
+    reward_components: dict[str, float] = field(default_factory=dict)
+
+
+class Env:
+    """Base class of environments.
+
+    `state` holds `observation_text` (the messages before this action, as text), `action_text` (what the policy said,
+    special tokens removed), `messages` (the conversation as chat messages) and `label` (from the data row).
+    """
+
+    def reset(self, state: dict[str, Any]) -> Any:
+        """Called once before the first turn with `observation` (the prompt's messages) and `label`.
+
+        Return None to keep the prompt, or a mapping with a new `observation` (text or messages).
+        """
+        return None
+
+    def step(self, state: dict[str, Any]) -> Any:
+        """Judge the policy's turn and answer it with a `Result`."""
+        raise NotImplementedError(f"{type(self).__name__} must define step(state) -> Result")
+
+    def close(self) -> Any:
+        """Free what the rollout held; called once on every way out."""
+        return None
+
+
+def load_agent(entry: str) -> type[Env]:
+    """The class named by `module:Class` or `path/to/file.py:Class`. Raises RecipeError naming what is wrong."""
+    where, _, name = entry.rpartition(":")
+    if not where or not name:
+        raise RecipeError(f"agent.entry: found {entry!r}; allowed: module:Class or path/to/file.py:Class")
+    module = _load_file(Path(where)) if where.endswith(".py") else _import(where)
+    if not hasattr(module, name):
+        classes = [n for n, v in vars(module).items() if isinstance(v, type) and issubclass(v, Env) and v is not Env]
+        raise RecipeError(f"agent.entry: {where} has no {name!r}; its environments are {classes}")
+    agent = getattr(module, name)
+    if not (isinstance(agent, type) and issubclass(agent, Env)):
+        raise RecipeError(f"agent.entry: {entry} is {agent!r}; allowed: a subclass of stages.agents.Env")
+    return agent
+
+
+def _import(module: str) -> ModuleType:
+    try:
+        return importlib.import_module(module)
+    except ImportError as failure:
+        raise RecipeError(f"agent.entry: cannot import {module!r}: {failure}") from failure
+
+
+def _load_file(path: Path) -> ModuleType:
+    if not path.is_file():
+        raise RecipeError(f"agent.entry: no file {path}")
+    name = f"moltflow_agent_{path.stem}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise RecipeError(f"agent.entry: {path} is not a Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def as_messages(observation: str | list[dict[str, Any]] | Mapping[str, Any]) -> list[dict[str, Any]]:
+    """An observation or prompt as chat messages: text becomes one user message."""
+    if isinstance(observation, str):
+        return [{"role": "user", "content": observation}]
+    return [dict(message) for message in observation]

@@ -1,0 +1,64 @@
+"""Chat messages to token ids by the model's own template, without ever rendering what the policy said."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from schemas.errors import RecipeError
+
+SENTINEL = "\u2402moltflow-action\u2402"
+"""Stands for a sampled turn in a render; what the template puts after it is the delta."""
+
+
+class ChatRenderer:
+    """Renders prompts whole and later turns as deltas, so that sampled token ids stay exactly as sampled."""
+
+    def __init__(self, model_path: str, trust_remote_code: bool = False) -> None:
+        self.tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+            model_path, trust_remote_code=trust_remote_code
+        )
+        if not self.tokenizer.chat_template:
+            raise RecipeError(f"model.path: the tokenizer of {model_path} has no chat template, which prompts need")
+
+    def prompt(self, messages: list[dict[str, Any]]) -> list[int]:
+        """Token ids of a conversation up to where the policy speaks."""
+        return self._tokenize(self._render(messages))
+
+    def delta(self, messages: list[dict[str, Any]], new: list[dict[str, Any]], last_token: int) -> list[int]:
+        """Token ids between the policy's last turn and its next one.
+
+        `messages` ends before the policy's turn, `new` follows it. A leading end-of-turn token is left out when the
+        policy sampled it itself (`last_token`); a turn that was cut off gets it from the template.
+        """
+        spoken = [*messages, {"role": "assistant", "content": SENTINEL}, *new]
+        rendered = self._render(spoken)
+        _, found, after = rendered.rpartition(SENTINEL)
+        if not found:
+            raise RecipeError("the chat template drops or changes the assistant's text; several turns need it unchanged")
+        token_ids = self._tokenize(after)
+        return token_ids[1:] if token_ids and token_ids[0] == last_token else token_ids
+
+    def answer(self, messages: list[dict[str, Any]], reply: dict[str, Any]) -> list[int]:
+        """Token ids of an assistant's reply as the policy would have to sample them, end of turn included."""
+        history = self._render(messages)
+        whole = str(self.tokenizer.apply_chat_template([*messages, reply], tokenize=False))
+        if not whole.startswith(history):
+            raise RecipeError("the chat template renders the prompt differently once it is answered")
+        token_ids = self._tokenize(whole[len(history) :])
+        ends = [index for index, token in enumerate(token_ids) if token == self.tokenizer.eos_token_id]
+        if not ends:
+            raise RecipeError(f"the chat template ends no turn with the end token {self.tokenizer.eos_token!r}")
+        return token_ids[: ends[-1] + 1]
+
+    def text(self, token_ids: list[int]) -> str:
+        """What the policy said, special tokens removed."""
+        return str(self.tokenizer.decode(token_ids, skip_special_tokens=True))
+
+    def _render(self, messages: list[dict[str, Any]]) -> str:
+        rendered = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        return str(rendered)
+
+    def _tokenize(self, text: str) -> list[int]:
+        return list(self.tokenizer.encode(text, add_special_tokens=False))

@@ -1,0 +1,43 @@
+"""Checkpoint and restore: what makes a killed run go on as if nothing had happened.
+
+Restore loads the newest complete checkpoint and trains the stored batches after it again, in their order.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+
+from schemas.errors import StoreError
+from schemas.protocols import Trainer
+from storage.batches import Batches
+from storage.checkpoints import Checkpoints, CheckpointState
+from storage.tables import Table
+
+
+async def checkpoint(step: int, trainer: Trainer, checkpoints: Checkpoints, tables: Mapping[str, Table]) -> None:
+    """Save the state after `step` batches; complete only once every rank has written."""
+    folder = await asyncio.to_thread(checkpoints.begin, step)
+    await trainer.save(folder)
+    for table in tables.values():
+        await asyncio.to_thread(table.compact)
+    versions = {name: table.version for name, table in tables.items()}
+    await asyncio.to_thread(checkpoints.complete, CheckpointState(step, versions))
+
+
+async def restore(trainer: Trainer, checkpoints: Checkpoints, batches: Batches | None = None) -> int:
+    """Bring the trainer to the last committed batch; returns how many batches it has trained. Supervised runs have no
+    stored batches: they go on from the checkpoint.
+
+    Raises StoreError when a batch between the checkpoint and the last one is missing.
+    """
+    state = await asyncio.to_thread(checkpoints.newest)
+    step = 0 if state is None else state.step
+    if state is not None:
+        await trainer.load(checkpoints.folder(state.step))
+    for stored in await asyncio.to_thread(batches.steps, step) if batches else []:
+        if stored != step:
+            raise StoreError(f"batch {step} is missing from the store, but batch {stored} is there")
+        await trainer.train(step)
+        step += 1
+    return step

@@ -1,0 +1,63 @@
+"""Prompts: the rows to attempt, in an order that the seed decides, forever.
+
+The order is a function of the sequence number alone, so a resumed run continues it exactly and dispatches what was lost
+again under the same sequence number.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+
+from schemas.errors import RecipeError
+from schemas.recipe import PromptsConfig, RolloutConfig
+from schemas.types import GroupTask, Prompt
+from storage.jsonl import column, read_jsonl
+
+
+def read_prompts(config: PromptsConfig, path: str | None = None) -> list[Prompt]:
+    """All rows of `config.path` (or of `path`, with the same columns). Raises RecipeError naming file and row."""
+    uri = path or config.path
+    rows = read_jsonl(uri)
+    prompts = []
+    for index, value in enumerate(column(uri, rows, config.prompt)):
+        messages = [{"role": "user", "content": value}] if isinstance(value, str) else value
+        if not isinstance(messages, list) or not all(isinstance(m, dict) and "role" in m for m in messages):
+            raise RecipeError(
+                f"{uri}, row {index + 1}: column {config.prompt!r} is {type(value).__name__}; allowed: text or chat messages"
+            )
+        prompts.append(Prompt(index, messages, rows[index].get(config.label)))
+    return prompts
+
+
+def prompt_stream(
+    prompts: Sequence[Prompt],
+    config: RolloutConfig,
+    *,
+    shuffle: bool,
+    seed: int,
+    start: int = 0,
+    again: Sequence[int] = (),
+    attempt: int = 0,
+) -> Iterator[GroupTask]:
+    """Group tasks `again` (lost by an earlier attempt), then `start`, `start` + 1, ... without end."""
+
+    @lru_cache(maxsize=2)
+    def order(epoch: int) -> list[int]:
+        indices = list(range(len(prompts)))
+        if shuffle:
+            random.Random(f"{seed}-{epoch}").shuffle(indices)
+        return indices
+
+    def task(sequence: int) -> GroupTask:
+        epoch, position = divmod(sequence, len(prompts))
+        prompt = prompts[order(epoch)[position]]
+        group_id = f"{epoch:04d}-{prompt.index:06d}-{attempt}"
+        return GroupTask(sequence, group_id, prompt, config.group_size, config.sampling, seed)
+
+    for sequence in again:
+        yield task(sequence)
+    while True:
+        yield task(start)
+        start += 1

@@ -1,0 +1,31 @@
+"""Train step: record the batch ahead of it, then train it. From the record on, the batch counts as trained, whatever is
+killed: a resume trains it again from the checkpoint before it, to the same weights."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+from schemas.protocols import ConversationTrainer, Trainer
+from schemas.recipe import TrainerConfig
+from schemas.types import Batch, StepResult
+from stages.algorithms.microbatches import plan_microbatches
+from storage.batches import Batches
+
+
+async def train_step(batch: Batch, batches: Batches, trainer: Trainer, config: TrainerConfig) -> StepResult:
+    """One batch, one optimizer step over all ranks."""
+    start = time.perf_counter()
+    lengths = [segment.num_tokens for segment in batch.segments]
+    plan = plan_microbatches(lengths, config.num_ranks, config.max_tokens_per_microbatch)
+    await asyncio.to_thread(batches.record, batch, plan, config.num_ranks)
+    stored = time.perf_counter()
+    metrics = await trainer.train(batch.step)
+    return StepResult(
+        metrics | {"train/store_seconds": stored - start, "train/step_seconds": time.perf_counter() - stored}
+    )
+
+
+async def sft_step(step: int, trainer: ConversationTrainer) -> StepResult:
+    """One supervised optimizer step on the conversations that the seed chose for `step`."""
+    return StepResult(await trainer.train_conversations(step))

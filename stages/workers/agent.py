@@ -1,0 +1,199 @@
+"""AgentWorker: hosts user agents in a Ray actor, runs groups, and writes their traces where they ran.
+
+    driver                         agent host                              engine
+    submit([groups]) -------->     one task per rollout  ---- requests --->
+    collect() <---------------     shards of finished groups: fragments written, not yet committed
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any
+
+from schemas.errors import WorkerError
+from schemas.recipe import RLRecipe, SamplingConfig
+from schemas.types import GenerateRequest, Generation, GroupTask, Shard
+from stages.agents.contract import load_agent
+from stages.agents.loop import Rollout, run_env
+from stages.agents.rendering import ChatRenderer
+from storage.traces import Traces
+
+MAX_BLOCKING_AGENTS = 256
+
+
+class AgentWorker:
+    def __init__(self, recipe: RLRecipe, run_uri: str, run_attempt: int, name: str, engines: Sequence[Any]) -> None:
+        self._config = recipe.agent
+        self._make_env = partial(load_agent(recipe.agent.entry), **recipe.agent.args)
+        self._renderer = ChatRenderer(recipe.model.path, recipe.model.trust_remote_code)
+        self._run_uri = run_uri
+        self._run_attempt = run_attempt
+        self._engines = [EngineClient(f"{name}", engine) for engine in engines]
+        self._threads = ThreadPoolExecutor(MAX_BLOCKING_AGENTS, thread_name_prefix="agent")
+        self._groups: dict[str, asyncio.Task[None]] = {}
+        self._outputs: dict[str, TableOutput] = {}
+
+    async def ready(self) -> None:
+        return None
+
+    async def submit(self, table: str, tasks: Sequence[GroupTask]) -> None:
+        """Start groups; their traces go to the run's table of that name."""
+        output = self._output(table)
+        for task in tasks:
+            self._groups[task.group_id] = asyncio.create_task(self._run_group(task, output))
+
+    async def collect(self, table: str) -> list[Shard]:
+        """Shards of the groups that finished since the last call, at least one group."""
+        return [await self._output(table).next_shard()]
+
+    async def cancel(self, group_ids: Sequence[str]) -> None:
+        """Stop groups and abort their requests; nothing of them reaches the store."""
+        tasks = [self._groups[group_id] for group_id in group_ids if group_id in self._groups]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _output(self, table: str) -> TableOutput:
+        if table not in self._outputs:
+            self._outputs[table] = TableOutput(Traces(self._run_uri, table))
+        return self._outputs[table]
+
+    async def _run_group(self, task: GroupTask, output: TableOutput) -> None:
+        try:
+            seeds = random.Random(f"{task.seed}-{task.sequence}")
+            engine = min(self._engines, key=lambda client: client.in_flight)
+            rollouts = await asyncio.gather(
+                *(
+                    run_env(
+                        self._make_env,
+                        task,
+                        seeds.getrandbits(48),
+                        engine.generate,
+                        self._renderer,
+                        self._config,
+                        self._threads,
+                    )
+                    for _ in range(task.group_size)
+                )
+            )
+            output.add([_row(task, index, rollout, self._run_attempt) for index, rollout in enumerate(rollouts)])
+        except Exception as failure:  # not the agent's doing: the driver must not wait for this group
+            output.fail(failure)
+        finally:
+            self._groups.pop(task.group_id, None)
+
+
+class EngineClient:
+    """This host's end of one engine: submits what came up in the same moment together, collects in bulk."""
+
+    def __init__(self, name: str, engine: Any) -> None:
+        self._name = name
+        self._engine = engine
+        self._waiting: dict[str, asyncio.Future[Generation]] = {}
+        self._unsent: list[GenerateRequest] = []
+        self._count = 0
+        self._collector: asyncio.Task[None] | None = None
+
+    @property
+    def in_flight(self) -> int:
+        return len(self._waiting)
+
+    async def generate(self, token_ids: list[int], sampling: SamplingConfig, seed: int) -> Generation:
+        """Sample one turn. A cancelled caller aborts its request."""
+        loop = asyncio.get_running_loop()
+        self._count += 1
+        request_id = f"{self._name}-{self._count}"
+        future = self._waiting[request_id] = loop.create_future()
+        if not self._unsent:
+            loop.call_soon(self._send)
+        self._unsent.append(GenerateRequest(request_id, list(token_ids), sampling, seed))
+        if self._collector is None:
+            self._collector = loop.create_task(self._collect())
+        try:
+            return await future
+        except asyncio.CancelledError:
+            self._engine.abort.remote([request_id])
+            raise
+        finally:
+            self._waiting.pop(request_id, None)
+
+    def _send(self) -> None:
+        requests, self._unsent = self._unsent, []
+        self._engine.submit.remote(self._name, requests)
+
+    async def _collect(self) -> None:
+        try:
+            while True:
+                for generation in await self._engine.collect.remote(self._name):
+                    future = self._waiting.get(generation.request_id)
+                    if future is not None and not future.done():
+                        future.set_result(generation)
+        except Exception as failure:
+            error = WorkerError(f"engine of {self._name}: {' '.join(str(failure).split())[:400]}")
+            for future in self._waiting.values():
+                if not future.done():
+                    future.set_exception(error)
+            self._collector = None
+
+
+class TableOutput:
+    """Finished groups of one table: rows gather while the last fragment is being written."""
+
+    def __init__(self, traces: Traces) -> None:
+        self._traces = traces
+        self._rows: list[dict[str, Any]] = []
+        self._arrived = asyncio.Event()
+        self._failure: Exception | None = None
+
+    def add(self, rows: list[dict[str, Any]]) -> None:
+        self._rows += rows
+        self._arrived.set()
+
+    def fail(self, failure: Exception) -> None:
+        self._failure = failure
+        self._arrived.set()
+
+    async def next_shard(self) -> Shard:
+        await self._arrived.wait()
+        if self._failure is not None:
+            raise self._failure
+        self._arrived.clear()
+        rows, self._rows = self._rows, []
+        return await asyncio.to_thread(self._traces.write, rows)
+
+
+def _row(task: GroupTask, index: int, rollout: Rollout, run_attempt: int) -> dict[str, Any]:
+    versions = [span["version"] for span in rollout.spans]
+    return {
+        "sequence": task.sequence,
+        "group_id": task.group_id,
+        "rollout": index,
+        "segment": 0,
+        "run_attempt": run_attempt,
+        "status": str(rollout.status),
+        "error": rollout.error,
+        "token_ids": rollout.token_ids,
+        "logprobs": rollout.logprobs,
+        "spans": rollout.spans,
+        "num_tokens": len(rollout.token_ids),
+        "num_sampled": sum(span["end"] - span["start"] for span in rollout.spans),
+        "oldest_version": min(versions, default=-1),
+        "newest_version": max(versions, default=-1),
+        "turns": rollout.turns,
+        "reward": rollout.reward,
+        "reward_components": json.dumps(rollout.reward_components),
+        "score": rollout.score,
+        "messages": json.dumps(rollout.messages, default=str),
+        "tools": "[]",
+        "label": json.dumps(task.prompt.label, default=str),
+        "info": json.dumps(rollout.info, default=str),
+        "image_hashes": [],
+        "seed": rollout.seed,
+        "started_at": rollout.started_at,
+        "seconds": rollout.seconds,
+    }

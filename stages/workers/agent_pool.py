@@ -1,0 +1,80 @@
+"""AgentPool: the agent hosts as one plain async object. Groups go in, shards of finished groups come out."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import ray
+
+from schemas.recipe import RLRecipe
+from schemas.types import GroupTask, Shard
+from stages.workers.agent import AgentWorker
+from stages.workers.calls import call, call_all, kill
+
+
+class AgentPool:
+    """A group lives on one host, the one with the fewest groups."""
+
+    def __init__(self, recipe: RLRecipe, run_uri: str, run_attempt: int, engines: Sequence[Any]) -> None:
+        actor = ray.remote(AgentWorker).options(num_cpus=0, scheduling_strategy="SPREAD")
+        names = [f"host{index}" for index in range(recipe.agent.num_hosts)]
+        self._hosts = [actor.remote(recipe, run_uri, run_attempt, name, engines) for name in names]
+        self._names = [f"agent {name}" for name in names]
+        self._start_timeout = recipe.engine.timeout_seconds
+        self._host_of: dict[str, int] = {}
+        self._collectors: dict[tuple[str, int], asyncio.Task[list[Shard]]] = {}
+
+    async def ready(self) -> None:
+        await call_all(self._names, [host.ready.remote() for host in self._hosts], self._start_timeout)
+
+    async def submit(self, table: str, tasks: Sequence[GroupTask]) -> None:
+        """Start groups whose traces go to the run's table of that name."""
+        loads = [0] * len(self._hosts)
+        for host in self._host_of.values():
+            loads[host] += 1
+        by_host: dict[int, list[GroupTask]] = {}
+        for task in tasks:
+            host = min(range(len(loads)), key=loads.__getitem__)
+            loads[host] += 1
+            self._host_of[task.group_id] = host
+            by_host.setdefault(host, []).append(task)
+        for host, chosen in by_host.items():
+            await call(self._names[host], self._hosts[host].submit.remote(table, chosen), self._start_timeout)
+
+    async def collect(self, table: str) -> list[Shard]:
+        """Shards that finished since the last call, from whichever host has some first.
+
+        There is no timeout here: how long a group may take is the agent's deadline, and a host that dies raises.
+        """
+        for index, host in enumerate(self._hosts):
+            if (table, index) not in self._collectors:
+                waiting = call(self._names[index], host.collect.remote(table))
+                self._collectors[table, index] = asyncio.create_task(waiting)
+        mine = {key: task for key, task in self._collectors.items() if key[0] == table}
+        await asyncio.wait(mine.values(), return_when=asyncio.FIRST_COMPLETED)
+        shards: list[Shard] = []
+        for key, task in mine.items():
+            if task.done():
+                del self._collectors[key]
+                shards += task.result()
+        for shard in shards:
+            for group_id in shard.group_ids:
+                self._host_of.pop(group_id, None)
+        return shards
+
+    async def cancel(self, group_ids: Sequence[str]) -> None:
+        """Stop groups and abort their requests; nothing of them reaches the store."""
+        by_host: dict[int, list[str]] = {}
+        for group_id in group_ids:
+            if (host := self._host_of.pop(group_id, None)) is not None:
+                by_host.setdefault(host, []).append(group_id)
+        for host, chosen in by_host.items():
+            await call(self._names[host], self._hosts[host].cancel.remote(chosen), self._start_timeout)
+
+    def close(self) -> None:
+        for task in self._collectors.values():
+            task.cancel()
+        for host in self._hosts:
+            kill(host)

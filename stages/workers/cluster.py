@@ -1,0 +1,96 @@
+"""Opens and closes everything that a flow computes with: Ray, engines, trainer, agent hosts. Start-ups run side by side."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+import ray
+
+from schemas.recipe import RLRecipe, SFTRecipe
+from stages.workers.agent_pool import AgentPool
+from stages.workers.device import Device, select_device
+from stages.workers.engine_pool import EnginePool
+from stages.workers.trainer_group import TrainerGroup
+
+OBJECT_STORE_BYTES = 100 << 20
+"""Only references and light records travel, so a local Ray needs little."""
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """What an RL flow drives."""
+
+    engines: EnginePool
+    agents: AgentPool
+    trainer: TrainerGroup
+
+
+@asynccontextmanager
+async def open_cluster(recipe: RLRecipe, run_uri: str, run_attempt: int) -> AsyncIterator[Cluster]:
+    """Everything ready, and engines and trainer connected; all of it is gone afterwards, whatever happened."""
+    device = select_device(recipe.device)
+    async with _open_ray(device):
+        engines = EnginePool(recipe, device)
+        trainer = TrainerGroup(recipe, device, run_uri)
+        agents = AgentPool(recipe, run_uri, run_attempt, engines.actors)
+        try:
+            await asyncio.gather(engines.ready(), trainer.ready(), agents.ready())
+            address, port = await trainer.free_address()
+            await asyncio.gather(
+                trainer.connect(address, port, engines.transfer_world_size, recipe.refit.timeout_seconds),
+                engines.connect(address, port),
+            )
+            yield Cluster(engines, agents, trainer)
+        finally:
+            agents.close()
+            trainer.close()
+            await engines.close()
+
+
+@asynccontextmanager
+async def open_trainer(recipe: SFTRecipe, run_uri: str) -> AsyncIterator[TrainerGroup]:
+    """The training ranks alone, ready."""
+    device = select_device(recipe.device)
+    async with _open_ray(device):
+        trainer = TrainerGroup(recipe, device, run_uri)
+        try:
+            await trainer.ready()
+            yield trainer
+        finally:
+            trainer.close()
+
+
+@asynccontextmanager
+async def _open_ray(device: Device) -> AsyncIterator[None]:
+    """Join the cluster that RAY_ADDRESS names, or start one on this machine that ends with this process."""
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # without bytecode every worker compiles thousands of files again
+    os.environ |= {
+        "RAY_worker_niceness": "0",
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_process_group_cleanup_enabled": "true",
+        "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    }
+    local = {} if os.environ.get("RAY_ADDRESS") else {
+        "num_cpus": max(4, os.cpu_count() or 1),
+        "object_store_memory": OBJECT_STORE_BYTES,
+        "include_dashboard": False,
+    }
+    started_here = not ray.is_initialized()
+    if started_here:
+        await asyncio.to_thread(
+            ray.init,
+            logging_level=logging.ERROR,
+            log_to_driver=bool(os.environ.get("MOLTFLOW_WORKER_LOGS")),
+            runtime_env={"env_vars": device.env},
+            **local,
+        )
+    try:
+        yield
+    finally:
+        if started_here:
+            ray.shutdown()

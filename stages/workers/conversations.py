@@ -1,0 +1,36 @@
+"""Supervised rows: conversations rendered by the model's template, the last assistant turn trained."""
+
+from __future__ import annotations
+
+import torch
+
+from schemas.errors import RecipeError
+from schemas.recipe import ModelConfig, SFTDataConfig
+from stages.agents.rendering import ChatRenderer
+from stages.algorithms.masks import ActionMask
+from stages.workers.collate import TrainRow
+from storage.jsonl import column, read_jsonl
+
+
+def read_conversations(data: SFTDataConfig, model: ModelConfig) -> list[TrainRow]:
+    """Rows of `data.path`, trained on the last message: its text and the token that ends the turn.
+
+    Raises RecipeError naming the row that does not end with the assistant or is too long.
+    """
+    renderer = ChatRenderer(model.path, model.trust_remote_code)
+    rows = []
+    for number, messages in enumerate(column(data.path, read_jsonl(data.path), data.messages), start=1):
+        if not messages or messages[-1].get("role") != "assistant":
+            raise RecipeError(f"{data.path}, row {number}: the last message must be the assistant's")
+        prompt = renderer.prompt(messages[:-1])
+        answer = renderer.answer(messages[:-1], messages[-1])
+        if len(prompt) + len(answer) > data.max_tokens:
+            raise RecipeError(
+                f"{data.path}, row {number}: {len(prompt) + len(answer)} tokens; allowed: data.max_tokens = "
+                f"{data.max_tokens}"
+            )
+        trained = torch.tensor([False] * len(prompt) + [True] * len(answer))
+        token_ids = prompt + answer
+        mask = ActionMask(trained, trained, torch.zeros(len(token_ids), dtype=torch.int64))
+        rows.append(TrainRow(token_ids, [0.0] * len(token_ids), mask, advantage=1.0))
+    return rows

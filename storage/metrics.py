@@ -1,0 +1,28 @@
+"""`metrics.jsonl`: one line per batch, appended; after a resume the last line of a step counts."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from storage.runs import RunFolder
+
+
+def append_metrics(run: RunFolder, line: dict[str, Any]) -> None:
+    with run.fs.open(f"{run.path}/metrics.jsonl", "ab") as file:
+        file.write((json.dumps(line) + "\n").encode())
+
+
+def read_metrics(run: RunFolder) -> list[dict[str, Any]]:
+    """The lines in step order, one per step. A last line that a kill cut short is left out."""
+    path = f"{run.path}/metrics.jsonl"
+    if not run.fs.exists(path):
+        return []
+    by_step = {}
+    for text in run.fs.cat_file(path).decode().splitlines():
+        try:
+            line = json.loads(text)
+        except json.JSONDecodeError:
+            continue
+        by_step[line["step"]] = line
+    return [by_step[step] for step in sorted(by_step)]
