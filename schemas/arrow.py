@@ -32,7 +32,6 @@ TURN = pa.struct(
         pa.field("top_p", pa.float32(), nullable=False),
         pa.field("top_k", pa.int32(), nullable=False),
         pa.field("max_tokens", pa.int32(), nullable=False),
-        pa.field("seed", pa.int64()),
         pa.field("finish_reason", pa.string(), nullable=False),
         pa.field("seconds", pa.float32(), nullable=False),
     ]
@@ -63,7 +62,7 @@ TRACES = _schema(
     pa.field("label", pa.string(), nullable=False),  # JSON
     pa.field("info", pa.string(), nullable=False),  # JSON
     pa.field("image_hashes", pa.list_(pa.string()), nullable=False),
-    pa.field("seed", pa.int64(), nullable=False),
+    pa.field("seed", pa.int64(), nullable=False),  # of the environment; the engine draws from its own
     pa.field("started_at", pa.float64(), nullable=False),  # seconds since the epoch
     pa.field("seconds", pa.float64(), nullable=False),
 )

@@ -158,12 +158,11 @@ class StepResult:
 
 @dataclass(frozen=True, slots=True)
 class GenerateRequest:
-    """One turn for an engine: exact token ids in. `seed` makes the sampling of this request repeatable."""
+    """One turn for an engine: exact token ids in."""
 
     request_id: str
     token_ids: Sequence[int]
     sampling: SamplingConfig
-    seed: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

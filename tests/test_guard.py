@@ -27,11 +27,21 @@ def tell(**facts):
 """
 
 
-def start_driver(body: str, **options) -> tuple[subprocess.Popen, dict]:
-    driver = subprocess.Popen(
-        [sys.executable, "-c", PRELUDE + body], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, **options
-    )
-    return driver, json.loads(driver.stdout.readline())
+@pytest.fixture
+def start_driver():
+    """Starts a driver and returns it with what it tells. Whatever the test does, no driver outlives it."""
+    drivers = []
+
+    def start(body: str, **options) -> tuple[subprocess.Popen, dict]:
+        command = [sys.executable, "-c", PRELUDE + body]
+        drivers.append(
+            subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, **options)
+        )
+        return drivers[-1], json.loads(drivers[-1].stdout.readline())
+
+    yield start
+    for driver in drivers:
+        kill(driver)
 
 
 def is_alive(pid: int) -> bool:
@@ -55,7 +65,7 @@ def kill(driver: subprocess.Popen) -> None:
     driver.stdout.close()
 
 
-def test_a_killed_driver_leaves_neither_processes_nor_shared_memory():
+def test_a_killed_driver_leaves_neither_processes_nor_shared_memory(start_driver):
     stranger = subprocess.Popen([sys.executable, "-c", SLEEPER])
     unrelated = SHM / f"psm_unrelated_{uuid.uuid4().hex}"
     unrelated.write_bytes(b"mine")
@@ -124,7 +134,7 @@ def unlink(*names: str) -> None:
         (SHM / name).unlink(missing_ok=True)
 
 
-def test_a_file_that_another_process_still_has_mapped_is_kept():
+def test_a_file_that_another_process_still_has_mapped_is_kept(start_driver):
     name = f"psm_shared_{uuid.uuid4().hex}"
     driver, facts = start_driver(
         f"""
@@ -148,7 +158,7 @@ sys.stdin.readline()
         unlink(name)
 
 
-def test_an_orderly_close_needs_no_kill():
+def test_an_orderly_close_needs_no_kill(start_driver):
     driver, facts = start_driver("""
 from multiprocessing import get_context
 semaphore = get_context("spawn").Semaphore()     # its resource tracker lives as long as the driver
@@ -159,13 +169,12 @@ tell(token=token, done=guard.close(), seconds=time.monotonic() - begin, again=gu
      has_token="MOLTFLOW_RUN_TOKEN" in os.environ, second=start_guard().close())
 """)
     assert driver.wait(timeout=10) == 0
-    driver.stdout.close()
     assert facts["done"] == [] and facts["again"] == [] and facts["second"] == [] and not facts["has_token"]
     assert 0.4 < facts["seconds"] < 3  # it waited for what was ending
     assert not is_alive(facts["guard"])
 
 
-def test_close_reports_what_it_had_to_kill_and_spares_what_is_older_than_the_guard():
+def test_close_reports_what_it_had_to_kill_and_spares_what_is_older_than_the_guard(start_driver):
     driver, facts = start_driver("""
 guard.close()
 older = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
@@ -177,13 +186,12 @@ older.kill()
 older.wait()
 """)
     assert driver.wait(timeout=10) == 0
-    driver.stdout.close()
     assert len(facts["done"]) == 1 and facts["done"][0].startswith(f"killed {facts['pid']} ")
     assert facts["done"][0].endswith("time.sleep(601)") and facts["left"] == -signal.SIGKILL
     assert facts["older"] is None
 
 
-def test_ctrl_c_and_termination_do_not_end_the_guard():
+def test_ctrl_c_and_termination_do_not_end_the_guard(start_driver):
     driver, facts = start_driver(
         """
 import signal
@@ -201,11 +209,10 @@ time.sleep(600)
     assert is_alive(facts["guard"]) and os.getpgid(facts["guard"]) != driver.pid
     os.killpg(driver.pid, signal.SIGINT)  # a session of the test's own: the driver and its child, nobody else
     driver.wait(timeout=10)
-    driver.stdout.close()
     assert wait_until_gone([facts["deaf"], facts["guard"]], seconds=10) == []
 
 
-def test_a_driver_whose_forked_child_holds_the_socket_is_seen_to_end():
+def test_a_driver_whose_forked_child_holds_the_socket_is_seen_to_end(start_driver):
     driver, facts = start_driver("""
 child = os.fork()
 if child == 0:
@@ -291,7 +298,7 @@ processes += [process.pid for process in psutil.Process().children(recursive=Tru
 
 
 @pytest.mark.real
-def test_a_killed_driver_leaves_nothing_of_ray():
+def test_a_killed_driver_leaves_nothing_of_ray(start_driver):
     driver, facts = start_driver(RAY + "tell(processes=processes, file=file)\ntime.sleep(600)")
     assert (SHM / facts["file"]).exists() and all(is_alive(pid) for pid in facts["processes"])
     kill(driver)
@@ -300,10 +307,9 @@ def test_a_killed_driver_leaves_nothing_of_ray():
 
 
 @pytest.mark.real
-def test_an_orderly_end_of_ray_needs_no_kill():
+def test_an_orderly_end_of_ray_needs_no_kill(start_driver):
     body = "ray.get(actor.stop.remote())\nray.shutdown()\ntell(processes=processes, file=file, done=guard.close())"
     driver, facts = start_driver(RAY + body)
     assert driver.wait(timeout=20) == 0
-    driver.stdout.close()
     assert facts["done"] == []
     assert wait_until_gone(facts["processes"], seconds=1) == [] and not (SHM / facts["file"]).exists()

@@ -48,7 +48,7 @@ class Env:
     """
 
     def reset(self, state: dict[str, Any]) -> Any:
-        """Called once before the first turn with `observation` (the prompt's messages) and `label`.
+        """Called once before the first turn with `observation` (the prompt's messages), `label` and `seed`.
 
         Return None to keep the prompt, or a mapping with a new `observation` (text or messages).
         """

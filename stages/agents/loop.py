@@ -19,8 +19,8 @@ from schemas.types import Generation, GroupTask, Status
 from stages.agents.contract import Env, Result, as_messages
 from stages.agents.rendering import ChatRenderer
 
-Generate = Callable[[list[int], SamplingConfig, int], Awaitable[Generation]]
-"""(token_ids, sampling, seed) -> what the engine sampled."""
+Generate = Callable[[list[int], SamplingConfig], Awaitable[Generation]]
+"""(token_ids, sampling) -> what the engine sampled."""
 
 
 @dataclass
@@ -46,7 +46,7 @@ class Rollout:
         self.token_ids += token_ids
         self.logprobs += [0.0] * len(token_ids)
 
-    def append_turn(self, generation: Generation, sampling: SamplingConfig, seed: int, seconds: float) -> None:
+    def append_turn(self, generation: Generation, sampling: SamplingConfig, seconds: float) -> None:
         start, count = len(self.token_ids), len(generation.token_ids)
         covered = 0
         for version, first, last in generation.versions:
@@ -68,7 +68,6 @@ class Rollout:
                 "top_p": sampling.top_p,
                 "top_k": sampling.top_k,
                 "max_tokens": sampling.max_tokens,
-                "seed": seed,
                 "finish_reason": generation.finish_reason,
                 "seconds": seconds,
             }
@@ -129,7 +128,7 @@ async def _turns(
     threads: Executor,
 ) -> None:
     label = task.prompt.label
-    started = await _call(threads, env.reset, {"observation": list(rollout.messages), "label": label})
+    started = await _call(threads, env.reset, {"observation": list(rollout.messages), "label": label, "seed": rollout.seed})
     if isinstance(started, Mapping) and "observation" in started:
         rollout.messages = as_messages(started["observation"])
     rollout.append_context(renderer.prompt(rollout.messages))
@@ -137,8 +136,8 @@ async def _turns(
         rollout.status = Status.PROMPT_TOO_LONG
         rollout.error = f"prompt of {len(rollout.token_ids)} tokens; allowed: below {config.max_context_tokens}"
         return
-    for turn in range(config.max_turns):
-        action = await _sample(rollout, task.sampling, turn, generate, renderer, config)
+    for _ in range(config.max_turns):
+        action = await _sample(rollout, task.sampling, generate, renderer, config)
         state = {
             "observation_text": _as_text(rollout.messages),
             "action_text": action,
@@ -165,7 +164,6 @@ async def _turns(
 async def _sample(
     rollout: Rollout,
     sampling: SamplingConfig,
-    turn: int,
     generate: Generate,
     renderer: ChatRenderer,
     config: AgentConfig,
@@ -173,12 +171,12 @@ async def _sample(
     room = config.max_context_tokens - len(rollout.token_ids)
     sampling = sampling.model_copy(update={"max_tokens": min(sampling.max_tokens, room)})
     start = time.perf_counter()
-    generation = await generate(rollout.token_ids, sampling, rollout.seed + turn)
+    generation = await generate(rollout.token_ids, sampling)
     if generation.error is not None:
         raise MoltflowError(generation.error)
     if generation.finish_reason == "abort" or len(generation.token_ids) == 0:
         raise MoltflowError(f"the engine returned {len(generation.token_ids)} tokens: {generation.finish_reason}")
-    rollout.append_turn(generation, sampling, rollout.seed + turn, time.perf_counter() - start)
+    rollout.append_turn(generation, sampling, time.perf_counter() - start)
     return renderer.text([int(token) for token in generation.token_ids])
 
 

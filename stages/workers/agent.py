@@ -103,7 +103,7 @@ class EngineClient:
     def in_flight(self) -> int:
         return len(self._waiting)
 
-    async def generate(self, token_ids: list[int], sampling: SamplingConfig, seed: int) -> Generation:
+    async def generate(self, token_ids: list[int], sampling: SamplingConfig) -> Generation:
         """Sample one turn. A cancelled caller aborts its request."""
         loop = asyncio.get_running_loop()
         self._count += 1
@@ -111,7 +111,7 @@ class EngineClient:
         future = self._waiting[request_id] = loop.create_future()
         if not self._unsent:
             loop.call_soon(self._send)
-        self._unsent.append(GenerateRequest(request_id, list(token_ids), sampling, seed))
+        self._unsent.append(GenerateRequest(request_id, list(token_ids), sampling))
         if self._collector is None:
             self._collector = loop.create_task(self._collect())
         try:

@@ -152,7 +152,6 @@ def _sampling_params(request: GenerateRequest) -> Any:
         top_k=sampling.top_k,
         max_tokens=sampling.max_tokens,
         stop=sampling.stop or None,
-        seed=request.seed,
         logprobs=0,  # of the sampled token alone
         detokenize=bool(sampling.stop),
         output_kind=RequestOutputKind.FINAL_ONLY,

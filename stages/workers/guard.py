@@ -46,8 +46,8 @@ def start_guard() -> Guard:
     environment = {name: value for name, value in os.environ.items() if name != TOKEN_VARIABLE}
     command = [sys.executable, "-I", "-S", os.path.abspath(__file__), token, str(os.getpid())]
     with theirs:  # the process that is started forks the guard and ends: the guard is in nobody's process tree
-        options = {"stdin": theirs, "stdout": subprocess.DEVNULL, "cwd": "/", "start_new_session": True}
-        subprocess.run(command, env=environment, check=False, **options)
+        no_output = subprocess.DEVNULL
+        subprocess.call(command, stdin=theirs, stdout=no_output, env=environment, cwd="/", start_new_session=True)
     ours.settimeout(30)
     pid = ours.recv(16)
     if not pid:
@@ -234,7 +234,8 @@ def _held(pid: int) -> set[tuple[int, int]]:
         for number in os.listdir(f"/proc/{pid}/fd"):
             with contextlib.suppress(OSError):
                 if os.readlink(f"/proc/{pid}/fd/{number}").startswith(SHM):
-                    held.add(_identity(f"/proc/{pid}/fd/{number}"))
+                    file = os.stat(f"/proc/{pid}/fd/{number}")
+                    held.add((file.st_dev, file.st_ino))
     return held
 
 
