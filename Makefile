@@ -46,7 +46,7 @@ bench: setup ## run tests/bench, or one of it: BENCH=name
 	for file in tests/bench/bench_$(BENCH).py; do $(BIN)/python "$$file"; done
 
 clean: ## remove everything that was built, run or cached here
-	rm -rf .venv .moltflow build dist runs recipes/quickstart/build
+	rm -rf .venv .moltflow build dist recipes/quickstart/build
 	rm -rf .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import os
 import sys
+import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,17 +35,21 @@ def prepare_process() -> None:
         Path(home).mkdir(parents=True, exist_ok=True)
 
 
-def run_recipe(recipe: RLRecipe | SFTRecipe) -> dict[str, Any]:
-    """Run the recipe's flow to its end; nothing of it is left behind, whatever happens."""
+def run_recipes(recipes: Sequence[RLRecipe | SFTRecipe]) -> list[dict[str, Any]]:
+    """Run the recipes' flows one after another; nothing of them is left behind, whatever happens."""
     prepare_process()
-    guard = start_guard()
-    try:
-        if isinstance(recipe, RLRecipe):
-            from flows.train_rl import train_rl
+    atexit.register(start_guard().close)  # at exit, after Prefect has stopped its temporary server there
+    return [_run(recipe) for recipe in recipes]
 
-            return asyncio.run(train_rl(recipe))
+
+def _run(recipe: RLRecipe | SFTRecipe) -> dict[str, Any]:
+    started_at = time.time()
+    if isinstance(recipe, RLRecipe):
+        from flows.train_rl import train_rl
+
+        result = asyncio.run(train_rl(recipe))
+    else:
         from flows.train_sft import train_sft
 
-        return asyncio.run(train_sft(recipe))
-    finally:
-        guard.close()
+        result = asyncio.run(train_sft(recipe))
+    return result | {"started_at": started_at}

@@ -1,4 +1,4 @@
-"""What a run tells about itself: where the driver's time went, one line of metrics per batch, progress in the terminal."""
+"""What a run tells about itself: where the driver's time went, a line of metrics a batch, progress in the terminal."""
 
 from __future__ import annotations
 
@@ -37,6 +37,7 @@ class Monitor:
             TextColumn("{task.fields[line]}"),
             TimeRemainingColumn(),
             console=console or Console(stderr=True),
+            refresh_per_second=2,
         )
         self._bar = self._progress.add_task(folder.name, total=max_steps, line="starting")
 

@@ -67,7 +67,7 @@ class Run:
             attempt=self.folder.attempt,
         )
 
-    def summary(self, step: int, evaluations: dict[int, float]) -> dict[str, Any]:
+    def summary(self, step: int, evaluations: dict[int, float | None]) -> dict[str, Any]:
         """What the flow returns: plain values, written nowhere else."""
         return {
             "run": self.folder.uri,
@@ -87,8 +87,10 @@ async def open_run(recipe: RLRecipe) -> AsyncIterator[Run]:
     check_model(recipe.model.path)
     load_agent(recipe.agent.entry)
     prompts = read_prompts(recipe.prompts)
-    held_out = read_prompts(recipe.prompts, recipe.evaluate.path)[: recipe.evaluate.num_prompts] if recipe.evaluate else []
-    folder = RunFolder(recipe)
+    held_out = (
+        read_prompts(recipe.prompts, recipe.evaluate.path)[: recipe.evaluate.num_prompts] if recipe.evaluate else []
+    )
+    folder = RunFolder.start(recipe)
     try:
         run = Run(recipe, folder, prompts, held_out)
         with _ending_on_signals(), run.monitor.showing():
@@ -114,7 +116,7 @@ class SFTRun:
 async def open_sft_run(recipe: SFTRecipe) -> AsyncIterator[SFTRun]:
     """The same for supervised training, which needs the training ranks alone."""
     check_model(recipe.model.path)
-    folder = RunFolder(recipe)
+    folder = RunFolder.start(recipe)
     monitor = Monitor(folder, recipe.max_steps)
     try:
         with _ending_on_signals(), monitor.showing():

@@ -15,7 +15,6 @@ from typing import Any, Protocol
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
-from flows.monitor import current_monitor
 import stages.advantage
 import stages.checkpoint
 import stages.evaluate
@@ -23,6 +22,7 @@ import stages.filtering
 import stages.refit
 import stages.rollout
 import stages.train_step
+from flows.monitor import current_monitor
 
 
 class _Call:

@@ -1,4 +1,4 @@
-"""The columnar schemas of a run's tables. Each carries its version in the metadata; readers refuse versions they don't know.
+"""The columnar schemas of a run's tables. Each carries its version; readers refuse versions they don't know.
 
 `traces` has one row per trajectory segment; a rollout that failed before its first token has one row without tokens.
 `batches` has one row per trained segment and is written before the training; `outcomes` has one row per group that

@@ -1,11 +1,11 @@
 """The errors that moltflow raises on purpose, as one small tree. All are picklable: Ray sends them between processes.
 
-    MoltflowError
-    ├── RecipeError      the recipe is wrong; raised before any worker starts
-    ├── StoreError       a run folder, table or checkpoint is not what it should be
-    ├── AgentError       user code broke the agent contract (a rollout fails, the run goes on)
-    ├── WorkerError      an engine, agent host or trainer rank died, hung or refused (the run stops)
-    └── RolloutsFailed   so many groups failed that going on would be pointless (the run stops)
+MoltflowError
+├── RecipeError      the recipe is wrong; raised before any worker starts
+├── StoreError       a run folder, table or checkpoint is not what it should be
+├── AgentError       user code broke the agent contract (a rollout fails, the run goes on)
+├── WorkerError      an engine, agent host or trainer rank died, hung or refused (the run stops)
+└── RolloutsFailed   so many groups failed that going on would be pointless (the run stops)
 """
 
 from __future__ import annotations

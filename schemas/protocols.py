@@ -1,4 +1,4 @@
-"""What stages need of the things that flows hand to them. `stages.workers` has the real ones; tests may bring small ones."""
+"""What stages need of the things that flows hand to them. `stages.workers` has the real ones."""
 
 from __future__ import annotations
 
@@ -50,6 +50,9 @@ class GroupSource(Protocol):
 
 class GroupSink(Protocol):
     """The rollout side of the window."""
+
+    @property
+    def has_place(self) -> bool: ...
 
     async def admit(self, sequence: int) -> bool: ...
 

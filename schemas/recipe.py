@@ -318,7 +318,9 @@ class RLRecipe(Recipe):
                 "allowed: token, or max_policy_lag = 0"
             )
         if self.refit.cache == "keep" and self.correction.level == "off":
-            raise ValueError("refit.cache: found keep with correction.level = off; allowed: recompute, or level = token")
+            raise ValueError(
+                "refit.cache: found keep with correction.level = off; allowed: recompute, or level = token"
+            )
         return self
 
     @model_validator(mode="after")
@@ -338,7 +340,9 @@ class RLRecipe(Recipe):
             return self
         most = (self.window.max_policy_lag + 1) * batch
         if places < batch:
-            raise ValueError(f"window.groups_in_flight: found {places}; allowed: at least rollout.batch_groups = {batch}")
+            raise ValueError(
+                f"window.groups_in_flight: found {places}; allowed: at least rollout.batch_groups = {batch}"
+            )
         if self.window.stale == "wait" and places > most:
             raise ValueError(
                 f"window.groups_in_flight: found {places} with window.stale = wait; allowed: at most "

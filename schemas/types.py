@@ -1,6 +1,6 @@
 """Small frozen records that travel along the edges of the graph. None of them holds tokens or tensors.
 
-    Prompt -> GroupTask -> StoredGroup (of StoredSegments) -> Batch -> StepResult
+Prompt -> GroupTask -> StoredGroup (of StoredSegments) -> Batch -> StepResult
 """
 
 from __future__ import annotations

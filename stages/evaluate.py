@@ -1,4 +1,4 @@
-"""Evaluate: held-out prompts under the weights that are live now. Traces are stored like any others, in `evaluations`."""
+"""Evaluate: held-out prompts under the weights that are live now. Traces are stored, in the table `evaluations`."""
 
 from __future__ import annotations
 

@@ -25,7 +25,8 @@ def read_prompts(config: PromptsConfig, path: str | None = None) -> list[Prompt]
         messages = [{"role": "user", "content": value}] if isinstance(value, str) else value
         if not isinstance(messages, list) or not all(isinstance(m, dict) and "role" in m for m in messages):
             raise RecipeError(
-                f"{uri}, row {index + 1}: column {config.prompt!r} is {type(value).__name__}; allowed: text or chat messages"
+                f"{uri}, row {index + 1}: column {config.prompt!r} is {type(value).__name__}; "
+                "allowed: text or chat messages"
             )
         prompts.append(Prompt(index, messages, rows[index].get(config.label)))
     return prompts

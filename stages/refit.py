@@ -1,6 +1,6 @@
 """Refit: make the trained weights live in the engines, under requests that are in flight.
 
-    pause (requests freeze) -> transfer -> label with the version -> resume (they go on under the new weights)
+pause (requests freeze) -> transfer -> label with the version -> resume (they go on under the new weights)
 """
 
 from __future__ import annotations

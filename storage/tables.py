@@ -72,10 +72,12 @@ class Table:
         if rows:
             self.commit(self.write_fragments(rows), columns=self.schema.names[:1])
 
-    def read(self, columns: Sequence[str] | None = None, where: str | None = None) -> pa.Table:
+    def read(
+        self, columns: Sequence[str] | None = None, where: str | None = None, limit: int | None = None
+    ) -> pa.Table:
         """Rows as of the last refresh or commit, with `_rowid`, filtered by a SQL expression."""
         names = list(columns) if columns is not None else self.schema.names
-        return self._dataset.scanner(columns=names, filter=where, with_row_id=True).to_table()
+        return self._dataset.scanner(columns=names, filter=where, limit=limit, with_row_id=True).to_table()
 
     def take(self, rows: Sequence[int], columns: Sequence[str]) -> list[dict[str, Any]]:
         """Rows by stable row id, in the given order. A missing row raises StoreError."""

@@ -2,9 +2,9 @@
 
     python -m tests.simulation        the table of modes and numbers of groups in flight
 
-Engine: a group has a log-normal amount of work and samples its tokens evenly over it; beyond `engine_groups` at once all
-of them slow down in proportion, and during a refit they stand still. A token has the version that is live when it is
-sampled. Trainer: one train-time a batch, then a refit; it masks, or drops, by the rule of the bound.
+Engine: a group has a log-normal amount of work and samples its tokens evenly over it; beyond `engine_groups` at once
+all of them slow down in proportion, and during a refit they stand still. A token has the version that is live when it
+is sampled. Trainer: one train-time a batch, then a refit; it masks, or drops, by the rule of the bound.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import math
 import random
 import selectors
 from collections import Counter
-from collections.abc import Callable, Coroutine
+from collections.abc import Coroutine, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -103,10 +103,16 @@ class Result:
     groups: int = 0
     waited: float = 0.0
     tokens: float = 0.0
+    """Of the trained groups, masked or not; in train-times of work, like the others here."""
     masked: float = 0.0
     max_lag: int = 0
-    """Largest lag of a trained token."""
-    work_trained: float = 0.0
+    """Largest lag of a token that was trained, so not masked."""
+    oldest_lag: int = 0
+    """Largest lag of a token in a batch, masked or not."""
+    max_held_up: float = 0.0
+    """Longest time of one batch in `take` while as many groups were finished as it still needed."""
+    over_capacity: int = -(10**9)
+    """Largest excess of places held over capacity, right after an admission."""
     work_dropped: float = 0.0
     outcomes: Counter = field(default_factory=Counter)
     """Groups by what became of them: published, stale, filtered, failed, aborted, tail, or left at the end."""
@@ -224,6 +230,24 @@ class Engine:
         return spans[::-1]
 
 
+def stored_group(sequence: int, spans: list[tuple[int, float]]) -> StoredGroup:
+    """A finished group of one segment, from its (version, work) spans."""
+    tokens = max(1, round(TOKENS * sum(work for _, work in spans)))
+    segment = StoredSegment(
+        row=sequence,
+        rollout=0,
+        segment=0,
+        status=Status.OK,
+        reward=1.0,
+        score=1.0,
+        num_tokens=tokens,
+        num_sampled=tokens,
+        oldest_version=spans[0][0],
+        newest_version=spans[-1][0],
+    )
+    return StoredGroup(sequence, f"0000-{sequence:06d}-0", (segment,))
+
+
 class Simulation:
     def __init__(self, setting: Setting) -> None:
         self.setting = setting
@@ -233,12 +257,15 @@ class Simulation:
         self._random = random.Random(setting.seed)
         self._engine = Engine(setting.engine_groups, setting.first_version)
         self._tasks: dict[int, asyncio.Task[None]] = {}
-        self.on_batch: Callable[[list[StoredGroup]], None] = lambda batch: None
+        self._is_taking = False
+        self._num_finished = self._num_needed = 0
+        self._held_up = self._ticked = 0.0
 
     async def run(self) -> Result:
         for sequence in range(self.setting.resumed):
             self.spans[sequence] = [(0, 1.0)]
             self.window.resume(self._stored(sequence))
+            self._num_finished += 1
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._admit(tasks))
             tasks.create_task(self._abort())
@@ -256,6 +283,8 @@ class Simulation:
             if not await self.window.admit(sequence):
                 return None
             self.result.admitted += 1
+            held = self.setting.resumed + self.result.admitted - self.result.by_group.total()
+            self.result.over_capacity = max(self.result.over_capacity, held - self.window.capacity)
             self._tasks[sequence] = tasks.create_task(self._attempt(sequence))
 
     async def _abort(self) -> None:
@@ -273,6 +302,8 @@ class Simulation:
                 work = math.inf
             self.spans[sequence] = await self._engine.generate(work / 2 if will_fail else work)
             if not will_fail:
+                self._tick()
+                self._num_finished += 1
                 return self.window.finish(self._stored(sequence))
             self._count("failed", sequence)
         except asyncio.CancelledError as cancelled:
@@ -282,21 +313,7 @@ class Simulation:
         self.window.fail(sequence)
 
     def _stored(self, sequence: int) -> StoredGroup:
-        spans = self.spans[sequence]
-        tokens = max(1, round(TOKENS * sum(work for _, work in spans)))
-        segment = StoredSegment(
-            row=sequence,
-            rollout=0,
-            segment=0,
-            status=Status.OK,
-            reward=1.0,
-            score=1.0,
-            num_tokens=tokens,
-            num_sampled=tokens,
-            oldest_version=spans[0][0],
-            newest_version=spans[-1][0],
-        )
-        return StoredGroup(sequence, f"0000-{sequence:06d}-0", (segment,))
+        return stored_group(sequence, self.spans[sequence])
 
     def _count(self, outcome: str, sequence: int) -> None:
         self.result.outcomes[outcome] += 1
@@ -314,7 +331,6 @@ class Simulation:
                 break
             self.result.batch_times.append(loop.time())
             self._measure(batch)
-            self.on_batch(batch)
             await asyncio.sleep(1.0)
             self._engine.pause()
             if self.setting.refit:
@@ -330,8 +346,14 @@ class Simulation:
     async def _batch(self) -> list[StoredGroup] | None:
         """A full batch; a tail is released and counted."""
         batch: list[StoredGroup] = []
+        self._held_up = 0.0
         while len(batch) < self.setting.batch_groups:
+            self._tick()
+            self._is_taking, self._num_needed = True, self.setting.batch_groups - len(batch)
             group = await self.window.take()
+            self._tick()
+            self._is_taking = False
+            self._num_finished -= 1
             if group is None:
                 for left in batch:
                     self.window.release(left)
@@ -344,7 +366,14 @@ class Simulation:
                 self.result.work_dropped += sum(work for _, work in self.spans[group.sequence])
             else:
                 batch.append(group)
+        self.result.max_held_up = max(self.result.max_held_up, self._held_up)
         return batch
+
+    def _tick(self) -> None:
+        now = asyncio.get_running_loop().time()
+        if self._is_taking and self._num_finished >= self._num_needed:
+            self._held_up += now - self._ticked
+        self._ticked = now
 
     def _measure(self, batch: list[StoredGroup]) -> None:
         result = self.result
@@ -353,7 +382,7 @@ class Simulation:
             for version, work in self.spans[group.sequence]:
                 lag = self.window.version - version
                 result.tokens += work
-                result.work_trained += work
+                result.oldest_lag = max(result.oldest_lag, lag)
                 if self.setting.stale == "mask" and lag > self.setting.max_policy_lag:
                     result.masked += work
                 else:
@@ -367,6 +396,14 @@ def simulate(setting: Setting) -> Result:
     return run_virtual(main())
 
 
+def compare_auto(base: Setting, numbers: Iterable[float]) -> tuple[float, float, Result]:
+    """Useful throughput of `auto` over that of the best of some fixed numbers (in batches), that number, and `auto`."""
+    auto = simulate(base)
+    fixed = {k: simulate(replace(base, groups_in_flight=round(k * base.batch_groups))).useful for k in numbers}
+    best = max(fixed, key=fixed.__getitem__)
+    return auto.useful / fixed[best], best, auto
+
+
 def table(base: Setting) -> list[dict[str, Any]]:
     """One row for each mode and number of groups in flight."""
     batch = base.batch_groups
@@ -376,39 +413,53 @@ def table(base: Setting) -> list[dict[str, Any]]:
     ]
     numbers = [batch, 2 * batch, 5 * batch // 2, 3 * batch, 7 * batch // 2, 4 * batch, 5 * batch, 7 * batch, "auto"]
     modes += [{"stale": stale, "groups_in_flight": number} for stale in ("mask", "drop") for number in numbers]
-    rows = []
-    for mode in modes:
-        result = simulate(replace(base, **mode))
-        dropped, stale = result.work_dropped, result.outcomes["stale"]
-        rows.append(
-            {
-                "stale": mode["stale"],
-                "groups_in_flight": mode["groups_in_flight"],
-                "straggler_wait": mode.get("straggler_wait"),
-                "places": round(result.places, 1),
-                "throughput": round(result.throughput, 2),
-                "useful": round(result.useful, 2),
-                "idle_share": round(result.idle_share, 3),
-                "masked_share": round(result.masked_share, 3),
-                "max_lag": result.max_lag,
-                "dropped_share": round(result.dropped_share, 3),
-                "trained_work": round(result.work_trained / max(result.groups, 1), 2),
-                "dropped_work": round(dropped / stale, 2) if stale else 0.0,
-                "aborted": result.outcomes["aborted"],
-            }
-        )
-    return rows
+    return [row(replace(base, **mode)) for mode in modes]
+
+
+def row(setting: Setting) -> dict[str, Any]:
+    """What one setting gives. Works are means in train-times: of what was trained, and of what was dropped as stale."""
+    result = simulate(setting)
+    return {
+        "stale": setting.stale,
+        "groups_in_flight": setting.groups_in_flight,
+        "patience": f"{setting.straggler_wait:g}" if setting.stale == "wait" else "-",
+        "places": round(result.places, 1),
+        "throughput": round(result.throughput, 2),
+        "useful": round(result.useful, 2),
+        "idle": round(result.idle_share, 3),
+        "masked": round(result.masked_share, 3),
+        "max_lag": result.max_lag,
+        "oldest_lag": result.oldest_lag,
+        "dropped": round(result.dropped_share, 3),
+        "trained_work": round(result.tokens / max(result.groups, 1), 2),
+        "dropped_work": round(result.work_dropped / max(result.outcomes["stale"], 1), 2),
+        "aborted": result.outcomes["aborted"],
+    }
+
+
+COLUMNS = {
+    "stale": "{:<5}",
+    "groups_in_flight": "{!s:>16}",
+    "patience": "{!s:>8}",
+    "places": "{:>6.1f}",
+    "throughput": "{:>10.2f}",
+    "useful": "{:>6.2f}",
+    "idle": "{:>5.0%}",
+    "masked": "{:>6.0%}",
+    "max_lag": "{:>7}",
+    "oldest_lag": "{:>10}",
+    "dropped": "{:>7.0%}",
+    "trained_work": "{:>12.2f}",
+    "dropped_work": "{:>12.2f}",
+    "aborted": "{:>7}",
+}
 
 
 def print_table(rows: list[dict[str, Any]]) -> None:
-    print("mode   out   patience  places  groups/t  useful/t  idle  masked  max lag  dropped  work trained/dropped  aborted")
-    for row in rows:
-        patience = "" if row["straggler_wait"] is None else f"{row['straggler_wait']:g}"
-        print(
-            f"{row['stale']:<5} {row['groups_in_flight']!s:>5} {patience:>9} {row['places']:>7} {row['throughput']:>9.2f} "
-            f"{row['useful']:>9.2f} {row['idle_share']:>5.0%} {row['masked_share']:>7.0%} {row['max_lag']:>8} "
-            f"{row['dropped_share']:>8.0%} {row['trained_work']:>13.2f} / {row['dropped_work']:<5.2f} {row['aborted']:>7}"
-        )
+    cells = [{name: form.format(row[name]) for name, form in COLUMNS.items()} for row in rows]
+    print("  ".join(name.rjust(len(cells[0][name])) for name in COLUMNS))
+    for row in cells:
+        print("  ".join(row.values()))
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
@@ -25,7 +25,7 @@ from schemas.errors import RecipeError
 
 @dataclass
 class Result:
-    """What a step gave. Rewards of a rollout's steps add up; `score`, `info` and `reward_components` are the last ones'.
+    """What a step gave. Rewards of a rollout's steps add up; `score`, `info` and `reward_components` are the last ones.
 
     `observation` is what the policy sees next: text (one user message) or a list of chat messages. It is not needed
     when the rollout ends. `score` is the unshaped measure of success that filters look at; unset takes the reward.
@@ -47,18 +47,18 @@ class Env:
     special tokens removed), `messages` (the conversation as chat messages) and `label` (from the data row).
     """
 
-    def reset(self, state: dict[str, Any]) -> Any:
+    async def reset(self, state: dict[str, Any]) -> Any:
         """Called once before the first turn with `observation` (the prompt's messages), `label` and `seed`.
 
         Return None to keep the prompt, or a mapping with a new `observation` (text or messages).
         """
         return None
 
-    def step(self, state: dict[str, Any]) -> Any:
+    async def step(self, state: dict[str, Any]) -> Any:
         """Judge the policy's turn and answer it with a `Result`."""
         raise NotImplementedError(f"{type(self).__name__} must define step(state) -> Result")
 
-    def close(self) -> Any:
+    async def close(self) -> Any:
         """Free what the rollout held; called once on every way out."""
         return None
 
@@ -98,7 +98,7 @@ def _load_file(path: Path) -> ModuleType:
     return module
 
 
-def as_messages(observation: str | list[dict[str, Any]] | Mapping[str, Any]) -> list[dict[str, Any]]:
+def as_messages(observation: str | Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """An observation or prompt as chat messages: text becomes one user message."""
     if isinstance(observation, str):
         return [{"role": "user", "content": observation}]

@@ -25,7 +25,7 @@ Generate = Callable[[list[int], SamplingConfig], Awaitable[Generation]]
 
 @dataclass
 class Rollout:
-    """One attempt as it grows. `logprobs` is as long as `token_ids`, 0 where not sampled; `spans` are as in the store."""
+    """One attempt as it grows. `logprobs` are as many as `token_ids`, 0 where not sampled; `spans` as in the store."""
 
     messages: list[dict[str, Any]]
     seed: int
@@ -75,7 +75,7 @@ class Rollout:
 
 
 async def run_env(
-    make_env: Callable[[], Env],
+    make_env: Callable[..., Any],
     task: GroupTask,
     seed: int,
     generate: Generate,
@@ -128,7 +128,9 @@ async def _turns(
     threads: Executor,
 ) -> None:
     label = task.prompt.label
-    started = await _call(threads, env.reset, {"observation": list(rollout.messages), "label": label, "seed": rollout.seed})
+    started = await _call(
+        threads, env.reset, {"observation": list(rollout.messages), "label": label, "seed": rollout.seed}
+    )
     if isinstance(started, Mapping) and "observation" in started:
         rollout.messages = as_messages(started["observation"])
     rollout.append_context(renderer.prompt(rollout.messages))

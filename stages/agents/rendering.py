@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from functools import lru_cache
 from typing import Any
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
@@ -21,10 +23,11 @@ class ChatRenderer:
         )
         if not self.tokenizer.chat_template:
             raise RecipeError(f"model.path: the tokenizer of {model_path} has no chat template, which prompts need")
+        self._prompt = lru_cache(maxsize=256)(lambda text: tuple(self._tokenize(self._render(json.loads(text)))))
 
     def prompt(self, messages: list[dict[str, Any]]) -> list[int]:
         """Token ids of a conversation up to where the policy speaks."""
-        return self._tokenize(self._render(messages))
+        return list(self._prompt(json.dumps(messages)))  # all rollouts of a group ask for the same one
 
     def delta(self, messages: list[dict[str, Any]], new: list[dict[str, Any]], last_token: int) -> list[int]:
         """Token ids between the policy's last turn and its next one.
@@ -36,7 +39,9 @@ class ChatRenderer:
         rendered = self._render(spoken)
         _, found, after = rendered.rpartition(SENTINEL)
         if not found:
-            raise RecipeError("the chat template drops or changes the assistant's text; several turns need it unchanged")
+            raise RecipeError(
+                "the chat template drops or changes the assistant's text; several turns need it unchanged"
+            )
         token_ids = self._tokenize(after)
         return token_ids[1:] if token_ids and token_ids[0] == last_token else token_ids
 

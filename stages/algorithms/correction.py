@@ -1,4 +1,4 @@
-"""Importance correction between the engine that sampled and the trainer that learns, and the measure of their mismatch."""
+"""Importance correction between the engine that sampled and the trainer, and the measure of their mismatch."""
 
 from __future__ import annotations
 
@@ -27,6 +27,6 @@ def correction_weights(ratio_log: torch.Tensor, level: str, low: float, high: fl
 
 
 def mismatch_sums(ratio_log: torch.Tensor, mask: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Sums over masked tokens of |log-ratio| and of the k3 estimate of KL(mu || pi), exp(d) - 1 - d with d = log pi - log mu."""
+    """Sums over trained tokens of |d| and of exp(d) - 1 - d (k3, an estimate of KL(mu || pi)), d = log pi - log mu."""
     d = ratio_log.double()
     return {"abs": (d.abs() * mask).sum(), "k3": ((d.exp() - 1 - d) * mask).sum()}

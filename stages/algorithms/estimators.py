@@ -20,7 +20,7 @@ def is_constant(rewards: Sequence[float]) -> bool:
 
 
 def grpo(rewards: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
-    """(r - mean) / (std + 1e-6) within each group, with the sample standard deviation (DeepSeekMath, 2402.03300, 4.1.2).
+    """(r - mean) / (std + 1e-6) within each group, with the sample std (DeepSeekMath, 2402.03300, 4.1.2).
 
     rewards [rollouts] float64, groups [rollouts] int64 -> [rollouts] float64. A constant group gives zeros.
     """

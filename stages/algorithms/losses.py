@@ -6,9 +6,7 @@ from __future__ import annotations
 import torch
 
 
-def policy_gradient(
-    policy_logprobs: torch.Tensor, advantages: torch.Tensor, weights: torch.Tensor
-) -> torch.Tensor:
+def policy_gradient(policy_logprobs: torch.Tensor, advantages: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     """-weight * advantage * log pi by token (REINFORCE; Sutton & Barto 13.3), all [batch, seq].
 
     With one optimizer step per batch the importance weight against the sampler is the whole off-policy correction, so
@@ -18,5 +16,5 @@ def policy_gradient(
 
 
 def token_mean(losses: torch.Tensor, mask: torch.Tensor, denominator: float) -> torch.Tensor:
-    """Sum over masked tokens divided by the step's number of masked tokens; masked positions never matter, NaN included."""
+    """Sum over trained tokens (`mask`) over their number in the whole step; other positions never matter, NaN too."""
     return torch.where(mask, losses, torch.zeros_like(losses)).sum() / max(denominator, 1.0)

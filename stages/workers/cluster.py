@@ -1,4 +1,4 @@
-"""Opens and closes everything that a flow computes with: Ray, engines, trainer, agent hosts. Start-ups run side by side."""
+"""Opens and closes what a flow computes with: Ray, engines, trainer, agent hosts. Start-ups run side by side."""
 
 from __future__ import annotations
 
@@ -75,11 +75,16 @@ async def _open_ray(device: Device) -> AsyncIterator[None]:
         "RAY_process_group_cleanup_enabled": "true",
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     }
-    local = {} if os.environ.get("RAY_ADDRESS") else {
-        "num_cpus": max(4, os.cpu_count() or 1),
-        "object_store_memory": OBJECT_STORE_BYTES,
-        "include_dashboard": False,
-    }
+    local = (
+        {}
+        if os.environ.get("RAY_ADDRESS")
+        else {
+            "address": "local",  # without it Ray joins any other cluster of this machine
+            "num_cpus": max(4, os.cpu_count() or 1),
+            "object_store_memory": OBJECT_STORE_BYTES,
+            "include_dashboard": False,
+        }
+    )
     started_here = not ray.is_initialized()
     if started_here:
         await asyncio.to_thread(

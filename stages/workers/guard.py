@@ -46,8 +46,8 @@ def start_guard() -> Guard:
     environment = {name: value for name, value in os.environ.items() if name != TOKEN_VARIABLE}
     command = [sys.executable, "-I", "-S", os.path.abspath(__file__), token, str(os.getpid())]
     with theirs:  # the process that is started forks the guard and ends: the guard is in nobody's process tree
-        no_output = subprocess.DEVNULL
-        subprocess.call(command, stdin=theirs, stdout=no_output, env=environment, cwd="/", start_new_session=True)
+        stdin, stdout = theirs.fileno(), subprocess.DEVNULL
+        subprocess.call(command, stdin=stdin, stdout=stdout, env=environment, cwd="/", start_new_session=True)
     ours.settimeout(30)
     pid = ours.recv(16)
     if not pid:

@@ -1,6 +1,6 @@
 """ModelWorker: one training rank in a Ray actor. It reads the rows of a batch from the store and trains them.
 
-Everything that a step needs is decided before its first backward: the rows and microbatches (the stored plan), the mask,
+What a step needs is decided before its first backward: the rows and microbatches (the stored plan), the mask, and
 the denominator over all ranks. Every rank runs the same number of microbatches. Rank 0 sends weights to the engines.
 """
 
@@ -91,7 +91,10 @@ class ModelWorker:
             raise StoreError(f"{self._batches.table.uri}: batch {step} is not in the store")
         if record[0]["num_ranks"] != self._num_ranks:
             plan = plan_microbatches([row["num_tokens"] for row in record], self._num_ranks, self._max_tokens)
-            record = [row | {"rank": rank, "microbatch": microbatch} for row, (rank, microbatch) in zip(record, plan, strict=True)]
+            record = [
+                row | {"rank": rank, "microbatch": microbatch}
+                for row, (rank, microbatch) in zip(record, plan, strict=True)
+            ]
         mine = [row for row in record if row["rank"] == self._rank]
         tokens = self._traces.tokens([row["trace_row"] for row in mine])
         rows = [
@@ -244,7 +247,7 @@ class ModelWorker:
         checkpointer.close()
 
     def export(self, folder: str) -> str:
-        """Write the weights in Hugging Face layout with tokenizer and chat template; returns the folder of the files."""
+        """Write the weights in Hugging Face layout with tokenizer and chat template; returns the files' folder."""
         from transformers import AutoTokenizer
 
         checkpointer = self._checkpointer(folder, consolidated=True)
@@ -271,7 +274,7 @@ def _totals(rows: Sequence[TrainRow], plan: Sequence[int]) -> dict[str, float]:
         "sampled": float(sum(int(row.mask.sampled.sum()) for row in rows)),
         "trained": float(sum(int(row.mask.trained.sum()) for row in rows)),
         "lag": float(sum(int(row.mask.lag[row.mask.trained].sum()) for row in rows)),
-        "max_lag": float(max((int(row.mask.lag[row.mask.trained].max()) for row in rows if row.mask.trained.any()), default=0)),
+        "max_lag": float(max((int((row.mask.lag * row.mask.trained).max()) for row in rows), default=0)),
         "signal": float(sum(abs(row.advantage) * int(row.mask.trained.sum()) for row in rows)),
         "microbatches": float(max(plan, default=-1) + 1),
     }

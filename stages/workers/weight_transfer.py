@@ -19,9 +19,7 @@ class GlooGroup:
 
     def __init__(self, address: str, port: int, rank: int, world_size: int, timeout_seconds: float) -> None:
         timeout = timedelta(seconds=timeout_seconds)
-        self._store = TCPStore(
-            address, port, world_size, is_master=rank == 0, timeout=timeout, wait_for_workers=False
-        )
+        self._store = TCPStore(address, port, world_size, is_master=rank == 0, timeout=timeout, wait_for_workers=False)
         self._group = ProcessGroupGloo(PrefixStore("refit", self._store), rank, world_size, timeout)
 
     def broadcast(self, tensor: torch.Tensor) -> None:

@@ -1,0 +1,42 @@
+"""Environments of the tests that run the real stack."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from typing import Any
+
+from stages.agents import Env, Result
+
+
+class Parity(Env):
+    """Two turns with random delays; a reward that varies whatever an untrained model says."""
+
+    def __init__(self, delay_seconds: float = 0.0) -> None:
+        self._delay_seconds = delay_seconds
+        self._turns = 0
+
+    def reset(self, state: dict[str, Any]) -> None:
+        self._random = random.Random(state["seed"])
+
+    async def step(self, state: dict[str, Any]) -> Result:
+        self._turns += 1
+        await asyncio.sleep(self._delay_seconds * self._random.lognormvariate(-0.5, 1.0))
+        reward = float(sum(state["action_text"].encode()) % 2)
+        return Result(reward=reward, observation="again", terminated=self._turns == 2)
+
+
+class Broken(Env):
+    """Fails in the way that it is told to."""
+
+    def __init__(self, how: str) -> None:
+        self._how = how
+
+    async def step(self, state: dict[str, Any]) -> Result:
+        if self._how == "raises":
+            raise ValueError("this environment is broken")
+        if self._how == "never_ends":
+            return Result(reward=1.0, observation="go on", terminated=False)
+        if self._how == "hangs":
+            await asyncio.sleep(3600)
+        return Result()
