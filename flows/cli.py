@@ -183,3 +183,7 @@ def _find(root: str, name: str) -> Any:
 
 def _number(value: Any) -> str:
     return "" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+if __name__ == "__main__":
+    main()

@@ -10,6 +10,23 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, model_validator
 
+MIN_TEMPERATURE = 0.01
+"""Lowest at which vLLM samples; it takes this instead of anything lower, and the trainer would not know."""
+
+DECIDED_ENGINE_ARGS = {
+    "model": "model.path",
+    "dtype": "model.dtype",
+    "trust_remote_code": "model.trust_remote_code",
+    "max_model_len": "agent.max_context_tokens",
+    "max_num_seqs": "engine.max_num_seqs",
+    "kv_cache_memory_bytes": "engine.kv_cache_bytes",
+    "seed": "run.seed and the number of the engine",
+    "logprobs_mode": "fixed: the log-probs must be those of what was sampled from",
+    "worker_extension_cls": "fixed: refits go through it",
+    "weight_transfer_config": "fixed: refits go through it",
+}
+"""Arguments of vLLM that the recipe decides elsewhere: in two places, engine and trainer could disagree."""
+
 Probability = Annotated[float, Field(ge=0, le=1)]
 
 
@@ -220,6 +237,13 @@ class EngineConfig(Config):
     timeout_seconds: PositiveFloat = 600.0
     """Longest time that starting an engine may take."""
 
+    @model_validator(mode="after")
+    def _args_are_others(self) -> Self:
+        for name in sorted(self.args.keys() & DECIDED_ENGINE_ARGS.keys()):
+            value, decided = self.args[name], DECIDED_ENGINE_ARGS[name]
+            raise ValueError(f"args.{name}: found {value!r}; allowed: any other argument, this one is {decided}")
+        return self
+
 
 class RefitConfig(Config):
     cache: Literal["recompute", "keep"] = "recompute"
@@ -302,10 +326,10 @@ class RLRecipe(Recipe):
     def _policies_agree(self) -> Self:
         """Forward consistency: what the engine samples from is what the trainer computes log-probs of."""
         sampling = self.rollout.sampling
-        if sampling.temperature == 0:
+        if sampling.temperature < MIN_TEMPERATURE:
             raise ValueError(
-                "rollout.sampling.temperature: found 0, which has no log-probabilities to train on; "
-                "allowed: above 0 (evaluate.sampling may be 0)"
+                f"rollout.sampling.temperature: found {sampling.temperature:g}; allowed: {MIN_TEMPERATURE} and more "
+                "(0 has no log-probabilities to train on; the engine raises what is lower; evaluate.sampling may be 0)"
             )
         if sampling.top_p != 1 or sampling.top_k != -1:
             raise ValueError(

@@ -89,13 +89,18 @@ class StoredGroup:
     def num_sampled(self) -> int:
         return sum(s.num_sampled for s in self.segments)
 
+    @property
+    def num_failed(self) -> int:
+        """Rollouts that did not succeed, one each however many segments they have."""
+        return len({s.rollout for s in self.segments if not s.status.trainable})
+
     def rewards(self) -> dict[int, float]:
         """Reward by rollout, one each however many segments it has."""
         return {s.rollout: s.reward for s in self.trainable if s.reward is not None}
 
     def scores(self) -> dict[int, float]:
-        """Unshaped score by rollout."""
-        return {s.rollout: s.score for s in self.trainable if s.score is not None}
+        """Unshaped score by rollout; the reward where there is no score."""
+        return self.rewards() | {s.rollout: s.score for s in self.trainable if s.score is not None}
 
 
 @dataclass(frozen=True, slots=True)

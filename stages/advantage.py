@@ -33,24 +33,23 @@ def advantage(filtered: Filtered, step: int, config: AdvantageConfig) -> Batch:
         for index, group in enumerate(groups)
         for segment in group.trainable
     )
-    return Batch(step, segments, _metrics(groups, rewards, segments))
+    return Batch(step, segments, _metrics(groups, rewards, estimates))
 
 
-def _metrics(
-    groups: Sequence[StoredGroup], rewards: Sequence[float], segments: Sequence[TrainableSegment]
-) -> dict[str, float]:
-    all_segments = [segment for group in groups for segment in group.segments]
-    trained = [segment for group in groups for segment in group.trainable]
+def _metrics(groups: Sequence[StoredGroup], rewards: Sequence[float], estimates: Sequence[float]) -> dict[str, float]:
+    """Every rollout counts once, however many segments it has."""
+    truncated = sum(len({s.rollout for s in group.trainable if s.status == "truncated"}) for group in groups)
+    sampled = sum(s.num_sampled for group in groups for s in group.trainable)
     constant = sum(is_constant(list(group.rewards().values())) for group in groups)
     return {
         "rollout/reward_mean": fmean(rewards),
         "rollout/reward_std": pstdev(rewards),
         "rollout/groups": float(len(groups)),
         "rollout/rollouts": float(len(rewards)),
-        "rollout/failed_rollouts": float(sum(not segment.status.trainable for segment in all_segments)),
-        "rollout/truncated_share": fmean(segment.status == "truncated" for segment in trained),
-        "rollout/sampled_tokens": float(sum(segment.num_sampled for segment in trained)),
-        "rollout/sampled_tokens_mean": fmean(segment.num_sampled for segment in trained),
+        "rollout/failed_rollouts": float(sum(group.num_failed for group in groups)),
+        "rollout/truncated_share": truncated / len(rewards),
+        "rollout/sampled_tokens": float(sampled),
+        "rollout/sampled_tokens_mean": sampled / len(rewards),
         "advantage/zero_variance_group_share": constant / len(groups),
-        "advantage/abs_mean": fmean(abs(segment.advantage) for segment in segments),
+        "advantage/abs_mean": fmean(map(abs, estimates)),
     }

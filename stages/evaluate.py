@@ -40,7 +40,7 @@ async def evaluate(
     if not rewards:
         error = next((segment.error for group in groups for segment in group.segments if segment.error), "")
         raise RolloutsFailed(f"evaluation at step {step}: no rollout of {len(groups)} prompts succeeded: {error}")
-    failed = sum(not segment.status.trainable for group in groups for segment in group.segments)
+    failed = sum(group.num_failed for group in groups)
     return StepResult(
         {
             "evaluate/reward_mean": fmean(rewards),

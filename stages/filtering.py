@@ -13,6 +13,8 @@ from schemas.types import Filtered, Outcome, StoredGroup
 from stages.algorithms.estimators import is_constant
 from storage.batches import Outcomes
 
+TOO_SMALL = "below_min_group_size"
+
 
 async def filtering(
     window: GroupSource,
@@ -22,26 +24,28 @@ async def filtering(
     staleness: WindowConfig,
     config: FilteringConfig,
 ) -> Filtered | None:
-    """`batch_groups` groups that pass; None when the stream ended before. Raises RolloutsFailed when none do."""
+    """`batch_groups` groups that pass; None when the stream ended before. Raises RolloutsFailed when none do.
+
+    Groups of a batch that did not fill up stay pending in the ledger, where a resume finds them.
+    """
     kept: list[StoredGroup] = []
     rejected: list[Outcome] = []
     in_a_row = Counter[str]()
-    while len(kept) < rollout.batch_groups:
-        group = await window.take()
-        if group is None:
-            tail = [Outcome(g.sequence, g.group_id, "dropped", "tail", g.num_sampled) for g in kept]
-            await asyncio.to_thread(outcomes.record, rejected + tail, step)
-            return None
-        outcome = judge(group, step, rollout, staleness, config)
-        if outcome is None:
-            kept.append(group)
-            in_a_row.clear()
-            continue
-        rejected.append(outcome)
-        in_a_row[outcome.kind] += 1
-        _stop_if_hopeless(outcome, in_a_row, rollout, config)
-        window.release(group)
-    await asyncio.to_thread(outcomes.record, rejected, step)
+    try:
+        while len(kept) < rollout.batch_groups:
+            group = await window.take()
+            if group is None:
+                return None
+            outcome = judge(group, step, rollout, staleness, config)
+            if outcome is None:
+                kept.append(group)
+                in_a_row.clear()
+                continue
+            rejected.append(outcome)
+            window.release(group)
+            _stop_if_hopeless(outcome, in_a_row, rollout, config)
+    finally:
+        await asyncio.to_thread(outcomes.record, rejected, step)
     return Filtered(kept, _metrics(rejected))
 
 
@@ -53,13 +57,15 @@ def judge(
     def rejected(kind: str, reason: str, detail: str = "") -> Outcome:
         return Outcome(group.sequence, group.group_id, kind, reason, group.num_sampled, detail)  # type: ignore[arg-type]
 
+    def error(*statuses: str) -> str:
+        return next((s.error for s in group.segments if s.error and (s.status in statuses or not statuses)), "")
+
     usable = group.rewards()
     if not usable:
         reason, _ = Counter(str(segment.status) for segment in group.segments).most_common(1)[0]
-        detail = next((segment.error for segment in group.segments if segment.error), "")
-        return rejected("failed", reason, detail)
+        return rejected("failed", reason, error(reason))
     if len(usable) < rollout.min_group_size:
-        return rejected("dropped", "below_min_group_size")
+        return rejected("dropped", TOO_SMALL, error())
     if staleness.stale == "drop" and step - group.oldest_version > staleness.max_policy_lag:
         return rejected("dropped", "stale")
     if config.zero_variance == "drop" and is_constant(list(group.scores().values())):
@@ -70,15 +76,16 @@ def judge(
 def _stop_if_hopeless(
     outcome: Outcome, in_a_row: Counter[str], rollout: RolloutConfig, config: FilteringConfig
 ) -> None:
-    for kind, limit, key in (
-        ("failed", rollout.max_failed_groups, "rollout.max_failed_groups"),
-        ("dropped", config.max_dropped_groups, "filtering.max_dropped_groups"),
-    ):
-        if in_a_row[kind] >= limit:
-            raise RolloutsFailed(
-                f"{in_a_row[kind]} groups in a row were {kind}, the last one ({outcome.group_id}) because of "
-                f"{outcome.reason}: {outcome.detail or 'see `moltflow traces show`'} (limit: {key})"
-            )
+    key, limit = "filtering.max_dropped_groups", config.max_dropped_groups
+    if outcome.kind == "failed" or outcome.reason == TOO_SMALL:
+        key, limit = "rollout.max_failed_groups", rollout.max_failed_groups
+    in_a_row[key] += 1
+    if in_a_row[key] >= limit:
+        ended = "failed" if outcome.kind == "failed" else "was dropped"
+        raise RolloutsFailed(
+            f"{limit} groups and none between them that could be trained; the last one ({outcome.group_id}) {ended} "
+            f"because of {outcome.reason}: {outcome.detail or 'see `moltflow traces show`'} (limit: {key} = {limit})"
+        )
 
 
 def _metrics(rejected: list[Outcome]) -> dict[str, float]:

@@ -6,9 +6,11 @@ again under the same sequence number.
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
+from typing import Any
 
 from schemas.errors import RecipeError
 from schemas.recipe import PromptsConfig, RolloutConfig
@@ -20,16 +22,22 @@ def read_prompts(config: PromptsConfig, path: str | None = None) -> list[Prompt]
     """All rows of `config.path` (or of `path`, with the same columns). Raises RecipeError naming file and row."""
     uri = path or config.path
     rows = read_jsonl(uri)
+    if config.label != PromptsConfig.model_fields["label"].default and all(config.label not in row for row in rows):
+        column(uri, rows, config.label)  # raises: a misspelt name would grade every rollout against null
     prompts = []
     for index, value in enumerate(column(uri, rows, config.prompt)):
         messages = [{"role": "user", "content": value}] if isinstance(value, str) else value
-        if not isinstance(messages, list) or not all(isinstance(m, dict) and "role" in m for m in messages):
+        if not _are_messages(messages):
             raise RecipeError(
-                f"{uri}, row {index + 1}: column {config.prompt!r} is {type(value).__name__}; "
-                "allowed: text or chat messages"
+                f"{uri}, row {index + 1}: column {config.prompt!r} has {json.dumps(value)[:80]}; "
+                "allowed: text, or a list of chat messages, each with a role"
             )
         prompts.append(Prompt(index, messages, rows[index].get(config.label)))
     return prompts
+
+
+def _are_messages(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(m, dict) and "role" in m for m in value)
 
 
 def prompt_stream(

@@ -4,7 +4,7 @@ consumes   group tasks from the prompt stream
 produces   finished groups, committed to the trace store before they are offered to the window
 waits for  a place in the window; a shard from an agent host
 drops      stragglers that the window gave up: their requests are aborted, the outcome is counted
-ends       when the window is closed
+ends       when the window is closed, or when the prompts are used up and nothing is out any more
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ TABLE = "traces"
 async def rollout(
     tasks: Iterator[GroupTask], window: GroupSink, agents: Agents, traces: Traces, outcomes: Outcomes
 ) -> None:
-    """Run until the window closes. A failure of any part ends all of it and is raised."""
+    """Run until the window closes or the tasks end. A failure of any part ends all of it and is raised."""
     in_flight: dict[int, GroupTask] = {}
     collecting = asyncio.create_task(_collect(in_flight, window, agents, traces))
     aborting = asyncio.create_task(_abort_stragglers(in_flight, window, agents, outcomes))
@@ -53,6 +53,9 @@ async def _admit(
             return
         in_flight[task.sequence] = task
         admitted.append(task)
+    await agents.submit(TABLE, admitted)
+    window.end()
+    await asyncio.Event().wait()  # it is `window.straggler` that tells when nothing is out any more
 
 
 async def _collect(in_flight: dict[int, GroupTask], window: GroupSink, agents: Agents, traces: Traces) -> None:

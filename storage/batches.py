@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from schemas.arrow import BATCHES, OUTCOMES
+from schemas.errors import StoreError
 from schemas.types import Batch, Outcome
 from storage.tables import Table
 
@@ -44,9 +45,13 @@ class Batches:
         )
 
     def read(self, step: int) -> list[dict[str, Any]]:
-        """Rows of one batch in batch order."""
+        """Rows of one batch in batch order. Raises StoreError when it was recorded more than once."""
         self.table.refresh()
-        return sorted(self.table.read(where=f"step = {step}").to_pylist(), key=lambda row: row["position"])
+        rows = sorted(self.table.read(where=f"step = {step}").to_pylist(), key=lambda row: row["position"])
+        if [row["position"] for row in rows] != list(range(len(rows))):
+            attempts = sorted({row["run_attempt"] for row in rows})
+            raise StoreError(f"{self.table.uri}: batch {step} was recorded more than once, by run attempts {attempts}")
+        return rows
 
     def steps(self, start: int = 0) -> list[int]:
         """Steps of the committed batches from `start` on, ascending."""

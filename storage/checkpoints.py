@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import asdict, dataclass
 
 from storage.runs import RunFolder, write_atomically
@@ -35,8 +36,7 @@ class Checkpoints:
     def begin(self, step: int) -> str:
         """An empty folder for the ranks to write to; whatever an interrupted attempt left there is removed."""
         folder = self.folder(step)
-        if self._run.fs.exists(folder):
-            self._run.fs.rm(folder, recursive=True)
+        self._remove(folder)
         self._run.fs.makedirs(folder)
         return folder
 
@@ -45,8 +45,13 @@ class Checkpoints:
         marker = f"{self.folder(state.step)}/{MARKER}"
         write_atomically(self._run.fs, marker, json.dumps(asdict(state)))
         for step in self.steps()[: -self._keep]:
-            folder = self.folder(step)
+            self._remove(self.folder(step))
+
+    def _remove(self, folder: str) -> None:
+        """The marker goes first: what is left if this is interrupted does not count."""
+        if self._run.fs.exists(f"{folder}/{MARKER}"):
             self._run.fs.rm_file(f"{folder}/{MARKER}")
+        if self._run.fs.exists(folder):
             self._run.fs.rm(folder, recursive=True)
 
     def steps(self) -> list[int]:
@@ -54,8 +59,8 @@ class Checkpoints:
         root = f"{self._run.path}/checkpoints"
         if not self._run.fs.exists(root):
             return []
-        folders = [entry.rstrip("/").rsplit("/", 1)[-1] for entry in self._run.fs.ls(root, detail=False)]
-        steps = [int(folder.removeprefix("batch-")) for folder in folders if folder.startswith("batch-")]
+        names = [entry.rstrip("/").rsplit("/", 1)[-1] for entry in self._run.fs.ls(root, detail=False)]
+        steps = [int(found[1]) for name in names if (found := re.fullmatch(r"batch-(\d+)", name))]
         return sorted(step for step in steps if self._run.fs.exists(f"{self.folder(step)}/{MARKER}"))
 
     def newest(self) -> CheckpointState | None:

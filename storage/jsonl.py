@@ -11,16 +11,17 @@ from schemas.errors import RecipeError
 
 
 def read_jsonl(uri: str) -> list[dict[str, Any]]:
-    """All rows of a local or remote JSONL file. Raises RecipeError for a missing file, a bad row or no rows."""
+    """All rows of a local or remote JSONL file. Raises RecipeError for an unreadable file, a bad row or no rows."""
     try:
-        with fsspec.open(uri, "rt", encoding="utf-8") as file:
-            lines = file.read().splitlines()
+        with fsspec.open(uri, "rb") as file:
+            lines = file.read().decode().split("\n")  # not splitlines: JSON text may hold U+2028 and its like
     except FileNotFoundError:
         raise RecipeError(f"{uri}: no such file; allowed: a JSONL file, local or an fsspec URI") from None
-    rows = []
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
+    except (OSError, ValueError, ImportError) as problem:
+        raise RecipeError(f"{uri}: cannot be read ({problem}); allowed: a JSONL file in UTF-8") from None
+    rows: list[dict[str, Any]] = []
+    for line in filter(str.strip, lines):
+        number = len(rows) + 1
         try:
             row = json.loads(line)
         except json.JSONDecodeError as problem:

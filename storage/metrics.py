@@ -9,8 +9,8 @@ from storage.runs import RunFolder
 
 
 def append_metrics(run: RunFolder, line: dict[str, Any]) -> None:
+    start = "\n" if run.has("metrics.jsonl") else ""  # so that a line which a kill cut short ends before this one
     with run.fs.open(f"{run.path}/metrics.jsonl", "ab") as file:
-        start = "\n" if file.tell() else ""  # so that a line which a kill cut short ends before this one
         file.write((start + json.dumps(line)).encode())
 
 

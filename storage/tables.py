@@ -77,7 +77,11 @@ class Table:
     ) -> pa.Table:
         """Rows as of the last refresh or commit, with `_rowid`, filtered by a SQL expression."""
         names = list(columns) if columns is not None else self.schema.names
-        return self._dataset.scanner(columns=names, filter=where, limit=limit, with_row_id=True).to_table()
+        try:
+            return self._dataset.scanner(columns=names, filter=where, limit=limit, with_row_id=True).to_table()
+        except ValueError as problem:  # also what Arrow raises for a file that is damaged or gone
+            asked = f" where {where}" if where else ""
+            raise StoreError(f"{self.uri}: cannot be read{asked}: {problem}") from problem
 
     def take(self, rows: Sequence[int], columns: Sequence[str]) -> list[dict[str, Any]]:
         """Rows by stable row id, in the given order. A missing row raises StoreError."""

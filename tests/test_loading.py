@@ -322,7 +322,7 @@ VALID: dict[str, st.SearchStrategy[Any]] = {
     "correction.low": SHARE,
     "correction.high": st.floats(1, 1e300),
     "rollout.sampling.stop": st.lists(st.text()),
-    "rollout.sampling.temperature": POSITIVE | COUNT,
+    "rollout.sampling.temperature": st.floats(0.01, 1e300) | COUNT,
     "trainer.optimizer": st.fixed_dictionaries(
         {}, optional={"lr": POSITIVE, "betas": st.tuples(SHARE, SHARE).map(list)}
     ),

@@ -67,7 +67,7 @@ def virtual(test: Callable[[], Awaitable[None]]) -> Callable[[], None]:
 
 @st.composite
 def schedules(draw: st.DrawFn) -> Setting:
-    """Small runs of every kind: short and long groups, failures, filtering, refits, full engines, resumed groups, ends."""
+    """Small runs: short and long groups, failures, filtering, refits, full engines, resumed groups, ends."""
     stale = draw(st.sampled_from(["mask", "wait", "drop"]))
     lag = draw(st.sampled_from([0, 1, 3]))
     batch = draw(st.integers(1, 4))
@@ -191,7 +191,7 @@ def auto_settings() -> Iterator[Any]:
         yield pytest.param(small, numbers, id=f"8-{lag}-{sigma}-{mean}")
         if sigma == 1.0:
             large = replace(small, batch_groups=32, batches=130, warmup=70)
-            yield pytest.param(large, numbers, id=f"32-{lag}-{sigma}-{mean}")
+            yield pytest.param(large, numbers[1:], id=f"32-{lag}-{sigma}-{mean}")
 
 
 @pytest.mark.parametrize(("setting", "numbers"), list(auto_settings()))
@@ -300,11 +300,19 @@ async def test_places_come_back_when_a_group_fails_is_dropped_or_is_live() -> No
 async def test_a_waiting_admission_is_served_as_soon_as_a_place_is_free() -> None:
     of = window("mask", 2)
     await admit(of, 0, 1)
-    waiting = asyncio.create_task(of.admit(2))
-    await asyncio.sleep(3)
-    of.fail(1)
-    assert await waiting is True
-    assert (now(), of.places_held) == (3, 2)
+    of.finish(group(1))
+    assert await taken(of, 1) == [1]
+    frees = [lambda: of.fail(0), lambda: of.release(group(1)), lambda: of.publish(1)]
+    for sequence, free in enumerate(frees, start=2):
+        waiting = asyncio.create_task(of.admit(sequence))
+        await asyncio.sleep(3)
+        assert not waiting.done()
+        free()
+        assert await settles(waiting)
+        assert of.places_held == 2
+        if sequence == 3:
+            of.finish(group(2))
+            assert await taken(of, 1) == [2]
 
 
 @virtual
@@ -562,7 +570,7 @@ def test_auto_takes_back_a_raise_that_only_slowed_the_groups_down() -> None:
         full.update(waited_share=0.8, num_left_waiting=0, tokens_per_second=1500 / full.places)
         free.update(waited_share=0.8, num_left_waiting=0, tokens_per_second=100)
         most = max(most, full.places)
-    assert 18 < most < 21  # 15 x 1.2 is 18, and the smoothed number lags behind
+    assert most == 21  # 15 x 1.2 is 18; smoothing lags 3 batches of 0.8 behind, so 20.6 is the first one beyond
     assert full.places == 15
     assert free.places == 47  # 15 + 40 x 0.8
 

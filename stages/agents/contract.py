@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import json
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,7 +21,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from schemas.errors import RecipeError
+from schemas.errors import AgentError, RecipeError
 
 
 @dataclass
@@ -98,8 +99,16 @@ def _load_file(path: Path) -> ModuleType:
     return module
 
 
-def as_messages(observation: str | Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """An observation or prompt as chat messages: text becomes one user message."""
+def as_messages(observation: Any) -> list[dict[str, Any]]:
+    """An observation or prompt as chat messages of its own: text becomes one user message, messages are copied.
+
+    Raises AgentError for anything else, TypeError for messages that are not plain JSON.
+    """
     if isinstance(observation, str):
         return [{"role": "user", "content": observation}]
-    return [dict(message) for message in observation]
+    if not isinstance(observation, Sequence) or not all(isinstance(m, Mapping) and "role" in m for m in observation):
+        raise AgentError(
+            f"the observation is a {type(observation).__name__}; allowed: text, or a list of messages that have a role"
+        )
+    messages: list[dict[str, Any]] = json.loads(json.dumps([dict(message) for message in observation]))
+    return messages

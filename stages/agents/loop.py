@@ -5,12 +5,11 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import math
+import json
 import time
 from collections.abc import Awaitable, Callable, Mapping
-from concurrent.futures import Executor
+from concurrent.futures import CancelledError, Executor
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 from schemas.errors import AgentError, MoltflowError, WorkerError
@@ -18,6 +17,12 @@ from schemas.recipe import AgentConfig, SamplingConfig
 from schemas.types import Generation, GroupTask, Status
 from stages.agents.contract import Env, Result, as_messages
 from stages.agents.rendering import ChatRenderer
+
+MAX_CLOSE_SECONDS = 30.0
+"""How long a rollout that is over waits for its environment to close."""
+MAX_ERROR_CHARACTERS = 2000
+MAX_REWARD = 1e30
+"""Sums and differences of rewards must fit float32, in which they are trained."""
 
 Generate = Callable[[list[int], SamplingConfig], Awaitable[Generation]]
 """(token_ids, sampling) -> what the engine sampled."""
@@ -48,18 +53,16 @@ class Rollout:
 
     def append_turn(self, generation: Generation, sampling: SamplingConfig, seconds: float) -> None:
         start, count = len(self.token_ids), len(generation.token_ids)
-        covered = 0
-        for version, first, last in generation.versions:
-            if first != covered or last > count:
-                raise MoltflowError(f"engine versions {generation.versions} do not cover {count} tokens")
-            if last > first:
-                turn = len(self.turns)
-                self.spans.append({"start": start + first, "end": start + last, "turn": turn, "version": version})
-            covered = last
-        if covered != count or len(generation.logprobs) != count:
-            raise MoltflowError(
-                f"engine gave {count} tokens, {len(generation.logprobs)} log-probs and versions for {covered}"
-            )
+        ends = [0, *(last for _, _, last in generation.versions)]
+        if [first for _, first, _ in generation.versions] != ends[:-1] or ends != sorted(ends) or ends[-1] != count:
+            raise MoltflowError(f"engine versions {generation.versions} do not cover its {count} tokens")
+        if len(generation.logprobs) != count:
+            raise MoltflowError(f"engine gave {count} tokens and {len(generation.logprobs)} log-probs")
+        self.spans += [
+            {"start": start + first, "end": start + last, "turn": len(self.turns), "version": version}
+            for version, first, last in generation.versions
+            if last > first
+        ]
         self.token_ids += [int(token) for token in generation.token_ids]
         self.logprobs += [float(logprob) for logprob in generation.logprobs]
         self.turns.append(
@@ -114,8 +117,19 @@ def _outcome(failure: Exception, deadline: asyncio.Timeout, config: AgentConfig)
     if isinstance(failure, TimeoutError) and deadline.expired():
         return Status.TIMEOUT, f"no end within {config.timeout_seconds:g} s"
     if isinstance(failure, MoltflowError) and not isinstance(failure, AgentError):
-        return Status.INFRASTRUCTURE_ERROR, str(failure)
-    return Status.AGENT_ERROR, f"{type(failure).__name__}: {failure}"
+        return Status.INFRASTRUCTURE_ERROR, _describe(failure)
+    return Status.AGENT_ERROR, _describe(failure)
+
+
+def _describe(failure: BaseException) -> str:
+    """The error as text that can be stored, whatever user code put into it."""
+    try:
+        message = str(failure)
+    except Exception:
+        message = "(its message cannot be read)"
+    own = isinstance(failure, MoltflowError)
+    text = message if own else f"{type(failure).__name__}: {message}"
+    return text[:MAX_ERROR_CHARACTERS].encode("utf-8", "replace").decode()
 
 
 async def _turns(
@@ -129,31 +143,34 @@ async def _turns(
 ) -> None:
     label = task.prompt.label
     started = await _call(
-        threads, env.reset, {"observation": list(rollout.messages), "label": label, "seed": rollout.seed}
+        threads, env.reset, {"observation": as_messages(rollout.messages), "label": label, "seed": rollout.seed}
     )
-    if isinstance(started, Mapping) and "observation" in started:
+    if started is not None:
+        if not isinstance(started, Mapping) or "observation" not in started:
+            raise AgentError(f"reset returned {type(started).__name__}; allowed: None, or a mapping with `observation`")
         rollout.messages = as_messages(started["observation"])
     rollout.append_context(renderer.prompt(rollout.messages))
     if len(rollout.token_ids) >= config.max_context_tokens:
         rollout.status = Status.PROMPT_TOO_LONG
         rollout.error = f"prompt of {len(rollout.token_ids)} tokens; allowed: below {config.max_context_tokens}"
         return
-    for _ in range(config.max_turns):
+    for turn in range(1, config.max_turns + 1):
         action = await _sample(rollout, task.sampling, generate, renderer, config)
+        before, rollout.messages = rollout.messages, [*rollout.messages, {"role": "assistant", "content": action}]
         state = {
-            "observation_text": _as_text(rollout.messages),
+            "observation_text": _as_text(before),
             "action_text": action,
-            "messages": [*rollout.messages, {"role": "assistant", "content": action}],
+            "messages": as_messages(rollout.messages),
             "label": label,
         }
         result = await _call(threads, env.step, state)
         _add(rollout, result)
-        before = rollout.messages
-        rollout.messages = state["messages"]
-        if result.truncated or rollout.turns[-1]["finish_reason"] == "length":
-            rollout.status = Status.TRUNCATED
         if result.terminated or result.truncated:
+            if result.truncated or rollout.turns[-1]["finish_reason"] == "length":
+                rollout.status = Status.TRUNCATED
             return
+        if turn == config.max_turns:
+            break
         new = as_messages(result.observation)
         delta = renderer.delta(before, new, rollout.token_ids[-1])
         if len(rollout.token_ids) + len(delta) >= config.max_context_tokens:
@@ -189,25 +206,63 @@ def _add(rollout: Rollout, result: Any) -> None:
         rollout.reward = (rollout.reward or 0.0) + float(result.reward)
     rollout.score = float(result.score) if result.score is not None else rollout.reward
     for name, value in (("reward", rollout.reward), ("score", rollout.score)):
-        if value is not None and not math.isfinite(value):
-            raise AgentError(f"step returned {name} {value}; allowed: finite numbers, or None where there is none")
-    rollout.reward_components = {name: float(value) for name, value in result.reward_components.items()}
-    rollout.info = dict(result.info)
+        if value is not None and not abs(value) <= MAX_REWARD:
+            raise AgentError(
+                f"step made the {name} {value}; allowed: numbers up to {MAX_REWARD:g} in size, None where there is none"
+            )
+    rollout.reward_components = {str(name): float(value) for name, value in result.reward_components.items()}
+    rollout.info = json.loads(json.dumps(dict(result.info), default=str))
 
 
 async def _close(env: Env, rollout: Rollout, threads: Executor, config: AgentConfig) -> None:
     try:
-        async with asyncio.timeout(config.timeout_seconds):
+        async with asyncio.timeout(min(MAX_CLOSE_SECONDS, config.timeout_seconds)):
             await _call(threads, env.close)
     except Exception as failure:  # the rollout is over: it keeps its outcome and tells what went wrong
-        rollout.info["close_error"] = f"{type(failure).__name__}: {failure}"
+        rollout.info["close_error"] = _describe(failure)
 
 
 async def _call(threads: Executor, method: Callable[..., Any], *arguments: Any) -> Any:
-    """Await an async method here; run a plain one in a thread, where it may block."""
+    """Await an async method; run a plain one in a thread, where it may block.
+
+    User code has a task or thread of its own. What it raises to end a task, a loop or a process ends only the rollout.
+    """
+    loop = asyncio.get_running_loop()
     if inspect.iscoroutinefunction(method):
-        return await method(*arguments)
-    return await asyncio.get_running_loop().run_in_executor(threads, partial(method, *arguments))
+        result = method(*arguments)
+    else:
+        result = await _left_behind_if_cancelled(loop.run_in_executor(threads, _in_thread, method, arguments))
+    if inspect.isawaitable(result):
+        result = await _left_behind_if_cancelled(loop.create_task(_in_task(result)))
+    return result
+
+
+async def _left_behind_if_cancelled(running: asyncio.Future[Any]) -> Any:
+    """The deadline holds for code that catches its cancellation, too."""
+    try:
+        return await asyncio.shield(running)
+    except asyncio.CancelledError:
+        task = asyncio.current_task()
+        if task is None or not task.cancelling():
+            raise AgentError("the environment cancelled its own task") from None
+        running.cancel()
+        raise
+
+
+async def _in_task(awaitable: Awaitable[Any]) -> Any:
+    try:
+        return await awaitable
+    except (SystemExit, KeyboardInterrupt) as end:
+        raise AgentError(_describe(end)) from end
+
+
+def _in_thread(method: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+    try:
+        return method(*arguments)
+    except BaseException as failure:
+        if isinstance(failure, Exception) and not isinstance(failure, StopIteration | CancelledError):
+            raise
+        raise AgentError(_describe(failure)) from failure  # a future cannot carry the others
 
 
 def _as_text(messages: list[dict[str, Any]]) -> str:

@@ -5,13 +5,11 @@ from __future__ import annotations
 import json
 from functools import lru_cache
 from typing import Any
+from uuid import uuid4
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from schemas.errors import RecipeError
-
-SENTINEL = "\u2402moltflow-action\u2402"
-"""Stands for a sampled turn in a render; what the template puts after it is the delta."""
 
 
 class ChatRenderer:
@@ -23,6 +21,8 @@ class ChatRenderer:
         )
         if not self.tokenizer.chat_template:
             raise RecipeError(f"model.path: the tokenizer of {model_path} has no chat template, which prompts need")
+        # Stands for a sampled turn in a render; what follows it is the delta. Nobody can guess and say it.
+        self._sentinel = f"\u2402{uuid4().hex}\u2402"
         self._prompt = lru_cache(maxsize=256)(lambda text: tuple(self._tokenize(self._render(json.loads(text)))))
 
     def prompt(self, messages: list[dict[str, Any]]) -> list[int]:
@@ -35,14 +35,13 @@ class ChatRenderer:
         `messages` ends before the policy's turn, `new` follows it. A leading end-of-turn token is left out when the
         policy sampled it itself (`last_token`); a turn that was cut off gets it from the template.
         """
-        spoken = [*messages, {"role": "assistant", "content": SENTINEL}, *new]
-        rendered = self._render(spoken)
-        _, found, after = rendered.rpartition(SENTINEL)
-        if not found:
+        spoken = [*messages, {"role": "assistant", "content": self._sentinel}, *new]
+        _, *after = self._render(spoken).split(self._sentinel)
+        if len(after) != 1:
             raise RecipeError(
-                "the chat template drops or changes the assistant's text; several turns need it unchanged"
+                "the chat template drops, changes or repeats the assistant's text; several turns need it once, as it is"
             )
-        token_ids = self._tokenize(after)
+        token_ids = self._tokenize(after[0])
         return token_ids[1:] if token_ids and token_ids[0] == last_token else token_ids
 
     def answer(self, messages: list[dict[str, Any]], reply: dict[str, Any]) -> list[int]:
@@ -59,7 +58,7 @@ class ChatRenderer:
 
     def text(self, token_ids: list[int]) -> str:
         """What the policy said, special tokens removed."""
-        return str(self.tokenizer.decode(token_ids, skip_special_tokens=True))
+        return str(self.tokenizer.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
     def _render(self, messages: list[dict[str, Any]]) -> str:
         rendered = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)

@@ -10,9 +10,11 @@ def policy_gradient(policy_logprobs: torch.Tensor, advantages: torch.Tensor, wei
     """-weight * advantage * log pi by token (REINFORCE; Sutton & Barto 13.3), all [batch, seq].
 
     With one optimizer step per batch the importance weight against the sampler is the whole off-policy correction, so
-    this is also what PPO reduces to: its ratio to the policy before the step is 1.
+    this is also what PPO reduces to: its ratio to the policy before the step is 1. A token without weight or advantage
+    adds nothing, even where its log-prob is infinite.
     """
-    return -weights * advantages * policy_logprobs
+    scale = weights * advantages
+    return torch.where(scale == 0, torch.zeros_like(policy_logprobs), -scale * policy_logprobs)
 
 
 def token_mean(losses: torch.Tensor, mask: torch.Tensor, denominator: float) -> torch.Tensor:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import uuid
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -38,7 +39,7 @@ class AgentWorker:
         self._renderer = ChatRenderer(recipe.model.path, recipe.model.trust_remote_code)
         self._run_uri = run_uri
         self._run_attempt = run_attempt
-        self._engines = [EngineClient(f"{name}", engine) for engine in engines]
+        self._engines = [EngineClient(name, engine) for engine in engines]
         self._threads = ThreadPoolExecutor(MAX_BLOCKING_AGENTS, thread_name_prefix="agent")
         self._groups: dict[str, asyncio.Task[None]] = {}
         self._outputs: dict[str, TableOutput] = {}
@@ -104,7 +105,7 @@ class EngineClient:
     """This host's end of one engine: submits what came up in the same moment together, collects in bulk."""
 
     def __init__(self, name: str, engine: Any) -> None:
-        self._name = name
+        self._name = f"{name}-{uuid.uuid4().hex[:8]}"  # an earlier host of that name may have left requests behind
         self._engine = engine
         self._waiting: dict[str, asyncio.Future[Generation]] = {}
         self._unsent: list[GenerateRequest] = []

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import ray
 
-from schemas.recipe import RLRecipe, SFTRecipe
+from schemas.recipe import Recipe, RLRecipe
 from stages.workers.agent_pool import AgentPool
 from stages.workers.device import Device, select_device
 from stages.workers.engine_pool import EnginePool
@@ -53,7 +53,7 @@ async def open_cluster(recipe: RLRecipe, run_uri: str, run_attempt: int) -> Asyn
 
 
 @asynccontextmanager
-async def open_trainer(recipe: SFTRecipe, run_uri: str) -> AsyncIterator[TrainerGroup]:
+async def open_trainer(recipe: Recipe, run_uri: str) -> AsyncIterator[TrainerGroup]:
     """The training ranks alone, ready."""
     device = select_device(recipe.device)
     async with _open_ray(device):

@@ -58,7 +58,8 @@ class EngineWorker:
         self._running: dict[str, asyncio.Task[None]] = {}
 
     async def ready(self) -> int:
-        """Number of processes of this engine that receive weights."""
+        """Number of processes of this engine that receive weights. The weights it loaded are version 0."""
+        await self._llm.update_weight_version("0")
         return int(self._llm.vllm_config.parallel_config.world_size_across_dp)
 
     # Generation

@@ -7,6 +7,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import pytest
 from schemas.loading import dump_recipe
 from schemas.recipe import RLRecipe
 from stages.agents.rendering import ChatRenderer
+from stages.workers.cluster import open_trainer
 from storage.batches import Batches, Outcomes
 from storage.ledger import read_ledger
 from storage.metrics import read_metrics
@@ -47,9 +49,9 @@ def _ledger_adds_up(run: RunFolder) -> dict[str, Any]:
     return summary
 
 
-def test_a_run_with_random_delays_keeps_the_bound_and_every_trained_token_is_in_the_store(
-    make_recipe: Callable[..., RLRecipe],
-) -> None:
+@pytest.fixture(scope="module")
+def delayed_run(make_recipe: Callable[..., RLRecipe]) -> tuple[RLRecipe, RunFolder, dict[str, Any]]:
+    """A finished run of 8 batches with random delays."""
     agent = {
         "entry": "tests.real.environments:Parity",
         "args": {"delay_seconds": 0.3},
@@ -57,7 +59,13 @@ def test_a_run_with_random_delays_keeps_the_bound_and_every_trained_token_is_in_
     }
     recipe = make_recipe("delays", agent=agent, window={"max_policy_lag": 1, "groups_in_flight": 24}, max_steps=8)
     path, run = _write(recipe)
-    result = _finish(path)
+    return recipe, run, _finish(path)
+
+
+def test_a_run_with_random_delays_keeps_the_bound_and_every_trained_token_is_in_the_store(
+    delayed_run: tuple[RLRecipe, RunFolder, dict[str, Any]],
+) -> None:
+    recipe, run, result = delayed_run
     assert result["step"] == 8
     assert sum(result["shares"].values()) == pytest.approx(1)
 
@@ -72,9 +80,8 @@ def test_a_run_with_random_delays_keeps_the_bound_and_every_trained_token_is_in_
     versions = set()
     for step in Batches(run.uri).steps():
         record = Batches(run.uri).read(step)
-        rows = Traces(run.uri).table.take(
-            [row["trace_row"] for row in record], list(Traces(run.uri).table.schema.names)
-        )
+        table = Traces(run.uri).table
+        rows = table.take([row["trace_row"] for row in record], table.schema.names)
         for row in rows:
             versions |= {span["version"] for span in row["spans"]}
             assert all(span["version"] <= step for span in row["spans"])
@@ -97,11 +104,26 @@ def _is_token_exact(row: dict[str, Any], renderer: ChatRenderer) -> None:
         assert ids[end : end + len(delta)] == delta
         assert second_turn[0]["start"] == end + len(delta)
     for turn in (first_turn, second_turn):
-        assert all(left["end"] == right["start"] for left, right in zip(turn, turn[1:], strict=False))
+        assert all(left["end"] == right["start"] for left, right in pairwise(turn))
     assert spans[-1]["end"] == len(ids) == len(logprobs)
     sampled = {position for span in spans for position in range(span["start"], span["end"])}
     assert row["num_sampled"] == len(sampled)
     assert all((logprobs[position] < 0) == (position in sampled) for position in range(len(ids)))
+
+
+async def test_two_ranks_train_the_same_stored_batches_to_the_same_losses_as_one(
+    delayed_run: tuple[RLRecipe, RunFolder, dict[str, Any]],
+) -> None:
+    recipe, run, _ = delayed_run
+    losses = {}
+    for num_ranks in (1, 2):
+        trainer_config = recipe.trainer.model_copy(update={"num_ranks": num_ranks})
+        async with open_trainer(recipe.model_copy(update={"trainer": trainer_config}), run.uri) as trainer:
+            losses[num_ranks] = [(await trainer.train(step))["train/loss"] for step in range(5)]
+    assert losses[1] == pytest.approx(losses[2], abs=1e-5)
+    live = [line["train/loss"] for line in read_metrics(run)[:5]]
+    assert losses[1] == live, "training from the store is what the live run did, bit for bit"
+    assert any(abs(loss) > 1e-3 for loss in live)
 
 
 def test_a_killed_run_resumes_from_its_checkpoint_and_engine_and_trainer_agree_after_refits(
