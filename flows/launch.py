@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import logging
 import os
 import sys
 import time
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,7 @@ QUIET = {
     "PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS": "120",
     "DO_NOT_TRACK": "1",
     "TRANSFORMERS_VERBOSITY": "error",
+    "TQDM_DISABLE": "1",
 }
 
 
@@ -29,6 +32,9 @@ def prepare_process() -> None:
     for name, value in QUIET.items():
         os.environ.setdefault(name, value)
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+    warnings.filterwarnings("ignore", message="lance is not fork-safe")  # Ray starts its processes by exec
+    for name in ("torchao", "torch.utils._pytree"):
+        logging.getLogger(name).setLevel(logging.ERROR)
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     if home := os.environ.get("PREFECT_HOME"):

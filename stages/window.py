@@ -17,7 +17,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
-from collections.abc import Container
 
 from schemas.recipe import WindowConfig
 from schemas.types import StoredGroup
@@ -27,14 +26,15 @@ class Window:
     """Admission, capacity and order of one run. L is `max_policy_lag`, B is `batch_groups`.
 
     `mask` and `drop`: completion order, `groups_in_flight` places. A group that never ends keeps its place and stalls
-    nothing while B others are left; the action mask, or filtering by `is_stale`, keeps old tokens out.
+    nothing while B others are left. The action mask (`mask`) or filtering (`drop`) keeps tokens past the bound out.
 
     `wait`: the order in which places were taken, at most (L + 1) x B of them, so that no token passes the bound:
       1. a group admitted at version v finds at most (L + 1) x B - 1 others out, since places are held until `publish`;
       2. every batch takes the B first in line, so at most L batches (v to v + L - 1) go before the one with this group;
       3. its batch starts at version v + L at the latest, and none of its tokens is older than v.
     A straggler keeps its place until `fail`, which only makes 1. stricter. If it finishes before the abort reaches it,
-    it is first in line again and may be stale. With L = 0 a batch needs all that is out: nothing counts as late then.
+    it is first in line again, and the mask covers what is then past the bound. With L = 0 a batch needs all that is
+    out, so nothing counts as late.
     """
 
     def __init__(self, config: WindowConfig, batch_groups: int, version: int = 0) -> None:
@@ -82,10 +82,6 @@ class Window:
     def has_place(self) -> bool:
         """Whether `admit` would return at once."""
         return self.places_held < self.capacity
-
-    def is_stale(self, group: StoredGroup) -> bool:
-        """Whether a token of the group that could be trained exceeds the bound in the current batch."""
-        return group.oldest_version >= 0 and self.version - group.oldest_version > self._config.max_policy_lag
 
     async def admit(self, sequence: int) -> bool:
         """Waits for a free place and takes it. False, and no place, once the window was ended or closed."""
@@ -237,12 +233,8 @@ class Window:
                 await self._changed.wait()
 
     def _expect(self, call: str, sequence: int, allowed: str) -> None:
-        states: dict[str, Container[int]] = {
-            "running": self._running,
-            "finished": self._finished,
-            "taken": self._taken,
-        }
-        state = next((state for state, groups in states.items() if sequence in groups), "not out")
+        states = (("running", self._running), ("finished", self._finished), ("taken", self._taken))
+        state = next((state for state, groups in states if sequence in groups), "not out")
         if state != allowed:
             raise ValueError(f"window.{call}: group {sequence} is {state}; allowed: one that is {allowed}")
 

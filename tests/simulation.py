@@ -359,7 +359,8 @@ class Simulation:
                     self.window.release(left)
                     self._count("tail", left.sequence)
                 return None
-            is_stale = self.setting.stale != "mask" and self.window.is_stale(group)
+            lag = self.window.version - group.oldest_version
+            is_stale = self.setting.stale == "drop" and lag > self.setting.max_policy_lag
             if is_stale or self._random.random() < self.setting.filtered_share:
                 self.window.release(group)
                 self._count("stale" if is_stale else "filtered", group.sequence)
@@ -383,7 +384,7 @@ class Simulation:
                 lag = self.window.version - version
                 result.tokens += work
                 result.oldest_lag = max(result.oldest_lag, lag)
-                if self.setting.stale == "mask" and lag > self.setting.max_policy_lag:
+                if lag > self.setting.max_policy_lag:
                     result.masked += work
                 else:
                     result.max_lag = max(result.max_lag, lag)
