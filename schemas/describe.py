@@ -20,6 +20,7 @@ _BOUNDS = {
     "maximum": "at most",
     "exclusiveMaximum": "below",
     "pattern": "matching",
+    "minLength": "not shorter than",
 }
 _NAMES = {"object": "mapping", "boolean": "true | false"}
 _UNITS = ("seconds", "bytes", "tokens", "steps", "groups", "turns", "prompts")

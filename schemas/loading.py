@@ -224,10 +224,11 @@ class _Sources:
                 keys, node = (*keys, "type"), {"enum": list(models_in(schema, node))}
             place = next(self.places[keys[:end]] for end in range(len(keys), -1, -1) if keys[:end] in self.places)
             if item["type"] == "value_error":  # a validator of ours: "key, key: found ...; allowed: ..."
-                names, _, text = str(item["ctx"]["error"]).partition(": ")
-                named = [(*keys, *name.split(".")) for name in names.split(", ")]
-                places = dict.fromkeys(self.places.get(name, "default") for name in named)
-                self.problems.append(f"{', '.join(map(_dotted, named))} ({', '.join(places)}): {text}")
+                for problem in str(item["ctx"]["error"]).splitlines():
+                    names, _, text = problem.partition(": ")
+                    named = [(*keys, *name.split(".")) for name in names.split(", ")]
+                    places = dict.fromkeys(self.places.get(name, "default") for name in named)
+                    self.problems.append(f"{', '.join(map(_dotted, named))} ({', '.join(places)}): {text}")
             elif keys in explained:  # one error for each member of a union
                 continue
             elif node is None:

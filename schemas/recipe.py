@@ -6,6 +6,7 @@ The string under a field is its documentation: unit and effect. `schemas/loading
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, model_validator
@@ -28,12 +29,14 @@ DECIDED_ENGINE_ARGS = {
 """Arguments of vLLM that the recipe decides elsewhere: in two places, engine and trainer could disagree."""
 
 Probability = Annotated[float, Field(ge=0, le=1)]
+Decay = Annotated[float, Field(ge=0, lt=1)]
+Text = Annotated[str, Field(min_length=1)]
 
 
 class Config(BaseModel):
     """Base of every recipe model: frozen, strict about unknown keys, documented by the strings under the fields."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, protected_namespaces=())
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
 
 
 class RunConfig(Config):
@@ -41,12 +44,12 @@ class RunConfig(Config):
     """Identifies the run; running the same name again resumes it."""
     root: str = "runs"
     """Folder or fsspec URI that holds the run folders."""
-    seed: int = 0
+    seed: Annotated[int, Field(ge=0)] = 0
     """Decides prompt order, sampling seeds and weight initialisation."""
 
 
 class ModelConfig(Config):
-    path: str
+    path: Text
     """Local folder in Hugging Face layout (config, weights, tokenizer, chat template), or a hub id `org/name`."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Compute precision of trainer and engine alike; master weights are always float32."""
@@ -59,7 +62,7 @@ class ModelConfig(Config):
 
 
 class PromptsConfig(Config):
-    path: str
+    path: Text
     """JSONL file of prompts, local or fsspec URI."""
     prompt: str = "prompt"
     """Column with the prompt: a string (one user message) or a list of chat messages."""
@@ -70,7 +73,7 @@ class PromptsConfig(Config):
 
 
 class AgentConfig(Config):
-    entry: str
+    entry: Annotated[str, Field(pattern=r"^.+:[A-Za-z_]\w*$")]
     """`module:Class` or `path/to/file.py:Class`, a subclass of `stages.agents.Env`."""
     args: dict[str, Any] = {}
     """Keyword arguments of the constructor."""
@@ -93,7 +96,7 @@ class SamplingConfig(Config):
     """Candidates kept; -1 keeps all. Training needs -1, as for `top_p`."""
     max_tokens: PositiveInt = 512
     """Tokens sampled in one turn."""
-    stop: list[str] = []
+    stop: list[Text] = []
     """Strings that end a turn, beside the model's own end-of-turn token."""
 
     @model_validator(mode="after")
@@ -203,7 +206,7 @@ ScheduleConfig = Annotated[ConstantSchedule | CosineSchedule, Field(discriminato
 class OptimizerConfig(Config):
     lr: PositiveFloat = 1e-6
     """Peak learning rate of AdamW."""
-    betas: tuple[Probability, Probability] = (0.9, 0.95)
+    betas: tuple[Decay, Decay] = (0.9, 0.95)
     """Decay of AdamW's running means of the gradient and of its square."""
     eps: PositiveFloat = 1e-8
     """Added to the root of the second mean, so that AdamW never divides by zero."""
@@ -254,7 +257,7 @@ class RefitConfig(Config):
 
 
 class EvaluateConfig(Config):
-    path: str
+    path: Text
     """JSONL file of held-out prompts, with the columns of `prompts`."""
     every: PositiveInt | None = None
     """Batch steps between evaluations; unset evaluates only before the first and after the last."""
@@ -289,7 +292,7 @@ class Recipe(Config):
 
 
 class SFTDataConfig(Config):
-    path: str
+    path: Text
     """JSONL file of conversations, local or fsspec URI."""
     messages: str = "messages"
     """Column with the chat messages; the last one is the assistant's and is the one that is trained."""
@@ -323,62 +326,61 @@ class RLRecipe(Recipe):
     """Evaluation on held-out prompts; unset evaluates nothing."""
 
     @model_validator(mode="after")
-    def _policies_agree(self) -> Self:
+    def _rules_hold(self) -> Self:
+        if problems := list(self._problems()):
+            raise ValueError("\n".join(problems))
+        return self
+
+    def _problems(self) -> Iterator[str]:
+        """What is wrong across fields, a line each: the keys, what was found, what is allowed."""
+        yield from self._where_policies_disagree()
+        yield from self._where_window_is_wrong()
+        rollout, agent = self.rollout, self.agent
+        if rollout.min_group_size < 2:
+            yield (
+                f"rollout.min_group_size: found {rollout.min_group_size} (group_size {rollout.group_size}) with "
+                f"advantage.type = {self.advantage.type}, which compares rollouts of one prompt; allowed: 2 and more"
+            )
+        for key, sampling in (
+            ("rollout.sampling", rollout.sampling),
+            ("evaluate.sampling", self.evaluate.sampling if self.evaluate else None),
+        ):
+            if sampling and sampling.max_tokens >= agent.max_context_tokens:
+                yield (
+                    f"{key}.max_tokens: found {sampling.max_tokens}; allowed: below agent.max_context_tokens = "
+                    f"{agent.max_context_tokens}, which also holds the prompt"
+                )
+
+    def _where_policies_disagree(self) -> Iterator[str]:
         """Forward consistency: what the engine samples from is what the trainer computes log-probs of."""
         sampling = self.rollout.sampling
         if sampling.temperature < MIN_TEMPERATURE:
-            raise ValueError(
+            yield (
                 f"rollout.sampling.temperature: found {sampling.temperature:g}; allowed: {MIN_TEMPERATURE} and more "
                 "(0 has no log-probabilities to train on; the engine raises what is lower; evaluate.sampling may be 0)"
             )
         if sampling.top_p != 1 or sampling.top_k != -1:
-            raise ValueError(
+            yield (
                 f"rollout.sampling: found top_p={sampling.top_p}, top_k={sampling.top_k}; allowed: top_p=1, top_k=-1 "
                 "(the trainer's log-probs are over the whole vocabulary)"
             )
         if self.correction.level == "off" and self.window.max_policy_lag > 0:
-            raise ValueError(
+            yield (
                 f"correction.level: found off with window.max_policy_lag = {self.window.max_policy_lag}; "
                 "allowed: token, or max_policy_lag = 0"
             )
-        if self.refit.cache == "keep" and self.correction.level == "off":
-            raise ValueError(
-                "refit.cache: found keep with correction.level = off; allowed: recompute, or level = token"
-            )
-        return self
+        if self.correction.level == "off" and self.refit.cache == "keep":
+            yield "refit.cache: found keep with correction.level = off; allowed: recompute, or level = token"
 
-    @model_validator(mode="after")
-    def _groups_make_sense(self) -> Self:
-        size, least = self.rollout.group_size, self.rollout.min_group_size
-        if least < 2:
-            raise ValueError(
-                f"rollout.min_group_size: found {least} (group_size {size}) with advantage.type = "
-                f"{self.advantage.type}, which compares rollouts of one prompt; allowed: 2 and more"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _window_holds_a_batch(self) -> Self:
+    def _where_window_is_wrong(self) -> Iterator[str]:
         places, batch = self.window.groups_in_flight, self.rollout.batch_groups
         if places == "auto":
-            return self
+            return
         most = (self.window.max_policy_lag + 1) * batch
         if places < batch:
-            raise ValueError(
-                f"window.groups_in_flight: found {places}; allowed: at least rollout.batch_groups = {batch}"
-            )
+            yield f"window.groups_in_flight: found {places}; allowed: at least rollout.batch_groups = {batch}"
         if self.window.stale == "wait" and places > most:
-            raise ValueError(
+            yield (
                 f"window.groups_in_flight: found {places} with window.stale = wait; allowed: at most "
                 f"(max_policy_lag + 1) x batch_groups = {most}, so that no token passes the bound"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _turn_fits_context(self) -> Self:
-        if self.rollout.sampling.max_tokens >= self.agent.max_context_tokens:
-            raise ValueError(
-                f"rollout.sampling.max_tokens: found {self.rollout.sampling.max_tokens}; allowed: below "
-                f"agent.max_context_tokens = {self.agent.max_context_tokens}, which also holds the prompt"
-            )
-        return self

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import CancelledError as ThreadCancelled
 from concurrent.futures import ThreadPoolExecutor
@@ -177,15 +177,16 @@ def test_what_the_environment_is_shown_is_a_copy(run: Run) -> None:
     class Scribbling(Env):
         def reset(self, state: dict[str, Any]) -> None:
             state["observation"][0]["content"] = "99"
+            state["label"].clear()
 
         def step(self, state: dict[str, Any]) -> Result:
             state["messages"][0]["content"] = "98"
             state["messages"].append({"role": "user", "content": "more"})
             return Result(reward=1.0, observation="no", terminated=len(state["messages"]) > 4)
 
-    prompt = [{"role": "user", "content": "21"}]
-    rollout = run(Scribbling(), "1<|end|>", prompt=prompt)
-    assert prompt == [{"role": "user", "content": "21"}]
+    prompt, label = [{"role": "user", "content": "21"}], ["12"]
+    rollout = run(Scribbling(), "1<|end|>", prompt=prompt, label=label)
+    assert prompt == [{"role": "user", "content": "21"}] and label == ["12"]
     assert [message["content"] for message in rollout.messages] == ["21", "1", "no", "1"]
 
 
@@ -467,29 +468,30 @@ def timed_out(rollout: Rollout, closed: Sequence[Any]) -> None:
 
 
 def test_an_async_step_that_never_ends_is_cut_off(run: Run) -> None:
-    closed, cancelled = [], []
+    closed: list[bool] = []
+    cleaned: list[int] = []
 
     class Endless(Env):
         async def step(self, state: dict[str, Any]) -> None:
             try:
                 await asyncio.Event().wait()
-            except asyncio.CancelledError:
-                cancelled.append(True)
-                raise
+            finally:
+                await asyncio.sleep(0.05)
+                cleaned.append(len(closed))
 
         async def close(self) -> None:
             closed.append(True)
 
     timed_out(run(Endless(), **NEVER), closed)
-    assert cancelled == [True]
+    assert cleaned == [0]  # by itself, before it was closed
 
 
 def test_an_async_step_that_catches_its_cancellation_is_left_behind(run: Run) -> None:
-    closed, end = [], time.monotonic() + 1.5
+    closed: list[bool] = []
 
     class Stubborn(Env):
         async def step(self, state: dict[str, Any]) -> Result:
-            while time.monotonic() < end:
+            while not closed:
                 try:
                     await asyncio.sleep(0.05)
                 except BaseException:  # as careless retry loops do
@@ -497,14 +499,14 @@ def test_an_async_step_that_catches_its_cancellation_is_left_behind(run: Run) ->
             return Result(reward=1.0)
 
         async def close(self) -> None:
-            closed.append(time.monotonic())
+            closed.append(True)
 
     timed_out(run(Stubborn(), **NEVER), closed)
-    assert closed[0] < end
 
 
 def test_a_blocking_step_that_never_ends_is_left_behind(run: Run) -> None:
-    closed, released = [], threading.Event()
+    closed: list[bool] = []
+    released = threading.Event()
 
     class Blocking(Env):
         def step(self, state: dict[str, Any]) -> None:
@@ -667,7 +669,7 @@ def test_an_agent_is_named_by_module_or_file(tmp_path: Path) -> None:
 
 def test_user_code_imports_neither_torch_nor_transformers() -> None:
     code = "import sys, stages.agents; print(sorted({'torch', 'transformers', 'ray', 'lance'} & sys.modules.keys()))"
-    done = __import__("subprocess").run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.stdout == "[]\n"
 
 

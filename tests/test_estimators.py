@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stages.algorithms.estimators import ESTIMATORS, estimate, is_constant
@@ -67,6 +67,7 @@ REWARDS = st.floats(-1e30, 1e30)
 
 
 @pytest.mark.parametrize("type", ESTIMATORS)
+@settings(deadline=None)
 @given(rows=st.lists(st.tuples(REWARDS, st.integers(0, 3)), min_size=1, max_size=12))
 def test_advantages_are_finite_and_sum_to_zero_in_each_group(type: str, rows: list[tuple[float, int]]) -> None:
     rewards, groups = [reward for reward, _ in rows], [number for _, number in rows]
@@ -79,6 +80,7 @@ def test_advantages_are_finite_and_sum_to_zero_in_each_group(type: str, rows: li
 
 
 @pytest.mark.parametrize("type", ESTIMATORS)
+@settings(deadline=None)
 @given(rewards=st.lists(st.integers(-5, 5), min_size=2, max_size=8), shift=st.integers(-50, 50))
 def test_advantages_do_not_change_when_all_rewards_move_together(type: str, rewards: list[int], shift: int) -> None:
     groups = [0] * len(rewards)

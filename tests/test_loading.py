@@ -117,13 +117,13 @@ def test_words_are_words_and_only_true_and_false_are_booleans() -> None:
 
 def test_overrides_are_parsed_as_yaml() -> None:
     overrides = ["evaluate.path=e.jsonl", "evaluate.every=", "evaluate.num_prompts=1_000", 'run.name="2024"']
-    overrides += ["rollout.sampling.stop=['a=b', \"\\n\"]", "trainer.optimizer.betas=[0, 1]", "export=null"]
+    overrides += ["rollout.sampling.stop=['a=b', \"\\n\"]", "trainer.optimizer.betas=[0, 0.5]", "export=null"]
     recipe = rl(RL, overrides=overrides)
     assert recipe.evaluate is not None
     assert (recipe.evaluate.every, recipe.evaluate.num_prompts, recipe.run.name) == (None, 1000, "2024")
     assert (recipe.rollout.sampling.stop, recipe.trainer.optimizer.betas, recipe.export) == (
         ["a=b", "\n"],
-        (0, 1),
+        (0, 0.5),
         None,
     )
 
@@ -141,9 +141,9 @@ def test_overrides_are_parsed_as_yaml() -> None:
         ("prompts.shuffle", "yes", '"yes"', "true | false"),
         ("window.groups_in_flight", "true", "true", "auto or integer, above 0"),
         ("rollout.sampling.top_p", "1.5", "1.5", "number, above 0, at most 1"),
-        ("rollout.sampling.stop", "a", '"a"', "list of string"),
-        ("trainer.optimizer.betas", "[0, 2]", "[0, 2]", "list of 2 x number, at least 0, at most 1"),
-        ("trainer.optimizer.betas", "[0]", "[0]", "list of 2 x number, at least 0, at most 1"),
+        ("rollout.sampling.stop", "a", '"a"', "list of string, not shorter than 1"),
+        ("trainer.optimizer.betas", "[0, 2]", "[0, 2]", "list of 2 x number, at least 0, below 1"),
+        ("trainer.optimizer.betas", "[0]", "[0]", "list of 2 x number, at least 0, below 1"),
         ("agent.args", "[]", "[]", "mapping"),
         ("refit", "null", "null", "mapping with cache, timeout_seconds"),
         ("trainer.optimizer.schedule", "cosine", '"cosine"', "mapping with type: constant | cosine"),
@@ -194,7 +194,7 @@ def test_a_missing_key_is_named_with_the_place_of_its_parent() -> None:
     assert problems("kind: sft\n\ndata:\n  batch_size: 3\nrun: {name: a}\nmax_steps: 1", "data: {}") == [
         "model (1.yaml, 2.yaml): missing; allowed: mapping with path, dtype, attention, activation_checkpointing, "
         "trust_remote_code",
-        "data.path (2.yaml:1): missing; allowed: string",
+        "data.path (2.yaml:1): missing; allowed: string, not shorter than 1",
     ]
 
 
@@ -305,10 +305,10 @@ def as_yaml(value: Any) -> str:
 NAMES = st.text(max_size=80)  # YAML wants a key to end within 1024 characters
 LEAVES = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text()
 ANYTHING = st.recursive(LEAVES, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(NAMES, inner, max_size=3))
-SHARE, COUNT, POSITIVE = st.floats(0, 1), st.integers(1, 10**20), st.floats(1e-300, 1e300)
+DECAY, SHARE, COUNT, POSITIVE = st.floats(0, 1, exclude_max=True), st.floats(0, 1), st.integers(1, 10**20), st.floats(1e-300, 1e300)
 VALID: dict[str, st.SearchStrategy[Any]] = {
     "run.root": st.text(),
-    "run.seed": st.integers(),
+    "run.seed": st.integers(min_value=0),
     "model.dtype": st.sampled_from(["float32", "bfloat16"]),
     "prompts.shuffle": st.booleans(),
     "prompts.label": st.text(),
@@ -317,14 +317,14 @@ VALID: dict[str, st.SearchStrategy[Any]] = {
     "engine.args.any-thing.b": ANYTHING,
     "engine.kv_cache_bytes": st.none() | COUNT,
     "evaluate": st.none()
-    | st.fixed_dictionaries({"path": st.text()}, optional={"every": COUNT, "sampling": st.none()}),
+    | st.fixed_dictionaries({"path": st.text(min_size=1)}, optional={"every": COUNT, "sampling": st.none()}),
     "export": st.none() | st.text(),
     "correction.low": SHARE,
     "correction.high": st.floats(1, 1e300),
-    "rollout.sampling.stop": st.lists(st.text()),
+    "rollout.sampling.stop": st.lists(st.text(min_size=1)),
     "rollout.sampling.temperature": st.floats(0.01, 1e300) | COUNT,
     "trainer.optimizer": st.fixed_dictionaries(
-        {}, optional={"lr": POSITIVE, "betas": st.tuples(SHARE, SHARE).map(list)}
+        {}, optional={"lr": POSITIVE, "betas": st.tuples(DECAY, DECAY).map(list)}
     ),
     "trainer.optimizer.schedule": st.just({"type": "constant"})
     | st.fixed_dictionaries({"type": st.just("cosine"), "floor": SHARE}),

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
@@ -85,6 +85,13 @@ def test_a_span_that_cannot_be_is_refused(span: dict[str, int], error: str) -> N
         action_mask([span], 5, version=2, max_policy_lag=1)
 
 
+def test_a_token_that_two_spans_claim_is_refused() -> None:
+    spans = [{"start": 0, "end": 3, "version": 1}, {"start": 2, "end": 4, "version": 0}]
+    with pytest.raises(ValueError, match="starts before the one ahead of it ends, at 3"):
+        action_mask(spans, 4, version=1, max_policy_lag=0)
+
+
+@settings(deadline=None)
 @given(
     spans=st.lists(st.tuples(st.integers(0, 5), st.integers(0, 9)), max_size=6),
     version=st.integers(9, 12),
@@ -253,6 +260,7 @@ def arrays(elements: st.SearchStrategy[Any], dtype: str = "float32") -> st.Searc
     return hnp.arrays(dtype, SHAPE, elements=elements).map(torch.from_numpy)
 
 
+@settings(deadline=None)
 @given(
     policy=arrays(LOGPROBS),
     rollout=arrays(LOGPROBS | st.just(math.nan)),
@@ -275,6 +283,7 @@ def test_loss_and_gradient_are_finite_for_any_mask_and_any_logprobs(
     assert all(value.isfinite() for value in sums.values())
 
 
+@settings(deadline=None)
 @given(
     policy=arrays(LOGPROBS),
     rollout=arrays(LOGPROBS),
@@ -305,6 +314,7 @@ def test_masked_positions_never_influence_loss_or_gradient(
         torch.testing.assert_close(found, wanted, rtol=0, atol=0)
 
 
+@settings(deadline=None)
 @given(logprobs=arrays(st.floats(-100, 0, width=32)), mask=arrays(st.booleans(), "bool"))
 def test_a_batch_without_advantage_has_zero_gradient(logprobs: torch.Tensor, mask: torch.Tensor) -> None:
     policy = logprobs.clone().requires_grad_()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stages.algorithms.microbatches import plan_microbatches
@@ -33,6 +33,7 @@ def test_equal_rows_keep_their_order() -> None:
     assert plan_microbatches([2, 2, 2, 2], 2, max_tokens=4) == [(0, 0), (1, 0), (0, 0), (1, 0)]
 
 
+@settings(deadline=None)
 @given(
     lengths=st.lists(st.integers(1, 50), max_size=40),
     num_ranks=st.integers(1, 9),

@@ -18,9 +18,10 @@ from hypothesis import strategies as st
 
 from schemas.arrow import OUTCOMES, TRACES
 from schemas.errors import RecipeError, StoreError
-from schemas.recipe import RLRecipe
+from schemas.recipe import RLRecipe, TrainerConfig
 from schemas.types import Batch, Outcome, Shard, Status, TrainableSegment
 from stages.checkpoint import checkpoint, restore
+from stages.train_step import train_step
 from storage.batches import Batches, Outcomes
 from storage.checkpoints import MARKER, Checkpoints, CheckpointState
 from storage.ledger import read_ledger
@@ -268,6 +269,16 @@ def test_outcomes_are_recorded_with_their_reason(uri: str) -> None:
         "detail": "no end within 5 s",
         "run_attempt": 1,
     }
+
+
+async def test_a_batch_is_in_the_store_before_it_is_trained(uri: str) -> None:
+    class Reading(RecordingTrainer):
+        async def train(self, step: int) -> dict[str, float]:
+            rows = Batches(uri).read(step)
+            return {"train/rows": len(rows), "train/ranks": len({row["rank"] for row in rows})}
+
+    result = await train_step(batch(3, 0, 1, 2), Batches(uri), Reading(), TrainerConfig(num_ranks=2))
+    assert (result.metrics["train/rows"], result.metrics["train/ranks"]) == (3, 2)
 
 
 # ---- ledger ----

@@ -9,6 +9,7 @@ import json
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import CancelledError, Executor
+from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +19,7 @@ from schemas.types import Generation, GroupTask, Status
 from stages.agents.contract import Env, Result, as_messages
 from stages.agents.rendering import ChatRenderer
 
+GRACE_SECONDS = 0.5
 MAX_CLOSE_SECONDS = 30.0
 """How long a rollout that is over waits for its environment to close."""
 MAX_ERROR_CHARACTERS = 2000
@@ -141,7 +143,7 @@ async def _turns(
     config: AgentConfig,
     threads: Executor,
 ) -> None:
-    label = task.prompt.label
+    label = deepcopy(task.prompt.label)  # the other rollouts of the group have the same
     started = await _call(
         threads, env.reset, {"observation": as_messages(rollout.messages), "label": label, "seed": rollout.seed}
     )
@@ -238,7 +240,7 @@ async def _call(threads: Executor, method: Callable[..., Any], *arguments: Any) 
 
 
 async def _left_behind_if_cancelled(running: asyncio.Future[Any]) -> Any:
-    """The deadline holds for code that catches its cancellation, too."""
+    """The deadline holds for code that catches its cancellation, too; others get a moment to clean up."""
     try:
         return await asyncio.shield(running)
     except asyncio.CancelledError:
@@ -246,6 +248,7 @@ async def _left_behind_if_cancelled(running: asyncio.Future[Any]) -> Any:
         if task is None or not task.cancelling():
             raise AgentError("the environment cancelled its own task") from None
         running.cancel()
+        await asyncio.wait((running,), timeout=GRACE_SECONDS)
         raise
 
 

@@ -17,15 +17,20 @@ class ActionMask(NamedTuple):
 def action_mask(spans: Sequence[Mapping[str, int]], num_tokens: int, version: int, max_policy_lag: int) -> ActionMask:
     """Mask of one segment at trainer version `version`: a token of policy version v has lag `version - v`.
 
-    `spans` have `start`, `end` and `version`; a span outside [0, num_tokens) or from the future raises ValueError.
+    `spans` have `start`, `end` and `version`, in order. ValueError for one that lies outside [0, num_tokens), overlaps
+    the one ahead of it or comes from the future.
     """
     sampled = torch.zeros(num_tokens, dtype=torch.bool)
     lag = torch.zeros(num_tokens, dtype=torch.int64)
+    last_end = 0
     for span in spans:
         if not 0 <= span["start"] <= span["end"] <= num_tokens:
             raise ValueError(f"span {dict(span)} lies outside a segment of {num_tokens} tokens")
+        if span["start"] < last_end:
+            raise ValueError(f"span {dict(span)} starts before the one ahead of it ends, at {last_end}")
         if span["version"] > version:
             raise ValueError(f"span {dict(span)} was sampled by a newer policy than the trainer's version {version}")
-        sampled[span["start"] : span["end"]] = True
-        lag[span["start"] : span["end"]] = version - span["version"]
+        last_end = span["end"]
+        sampled[span["start"] : last_end] = True
+        lag[span["start"] : last_end] = version - span["version"]
     return ActionMask(sampled, sampled & (lag <= max_policy_lag), lag)
