@@ -12,6 +12,7 @@ def draw_reward_curve(lines: Sequence[Mapping[str, Any]], evaluations: Mapping[i
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
+    lines = [line for line in lines if "rollout/reward_mean" in line]
     steps = [line["step"] for line in lines]
     rewards = [line["rollout/reward_mean"] for line in lines]
     means = [sum(part) / len(part) for i in range(len(rewards)) if (part := rewards[max(0, i - 9) : i + 1])]

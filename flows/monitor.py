@@ -27,7 +27,7 @@ class Monitor:
         self._seconds = dict.fromkeys(SHARES, 0.0)
         self._apart = 0.0
         self._loop_started: float | None = None
-        self._step_started = 0.0
+        self._step_started = time.perf_counter()
         self.first_step_at: float | None = None
         self.steps = 0
         self._progress = Progress(
@@ -57,6 +57,7 @@ class Monitor:
         self._loop_started = self._step_started = now
         self._seconds = dict.fromkeys(SHARES, 0.0)
         self._apart = 0.0
+        self.steps, self.first_step_at = 0, None
         self._metrics.clear()
         self._progress.update(self._bar, completed=step, line="first batch")
 

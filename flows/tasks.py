@@ -59,6 +59,7 @@ sft_step = staged(stages.train_step.sft_step, "train")
 refit = staged(stages.refit.refit, "refit")
 checkpoint = staged(stages.checkpoint.checkpoint, "store")
 restore = staged(stages.checkpoint.restore, "store")
+load_checkpoint = staged(stages.checkpoint.load_checkpoint, "store")
 evaluate = staged(stages.evaluate.evaluate, None)
 
 

@@ -14,7 +14,7 @@ from schemas.recipe import SFTRecipe
 @flow(name="train-sft", persist_result=False)
 async def train_sft(recipe: SFTRecipe) -> dict[str, Any]:
     async with open_sft_run(recipe) as run:
-        step = await tasks.restore(run.trainer, run.checkpoints)
+        step = await tasks.load_checkpoint(run.trainer, run.checkpoints)
         run.monitor.start_loop(step)
         while step < recipe.max_steps:
             await tasks.sft_step(step, run.trainer)

@@ -163,9 +163,9 @@ class StepResult:
 
 @dataclass(frozen=True, slots=True)
 class GenerateRequest:
-    """One turn for an engine: exact token ids in."""
+    """One turn for an engine: exact token ids in, a sample for each of `request_ids` out."""
 
-    request_id: str
+    request_ids: tuple[str, ...]
     token_ids: Sequence[int]
     sampling: SamplingConfig
 

@@ -6,13 +6,15 @@ Restore loads the newest complete checkpoint and trains the stored batches after
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from schemas.errors import StoreError
 from schemas.protocols import Trainer
 from storage.batches import Batches
 from storage.checkpoints import Checkpoints, CheckpointState
 from storage.tables import Table
+
+Report = Callable[[int, Mapping[str, float]], None]
 
 
 async def checkpoint(step: int, trainer: Trainer, checkpoints: Checkpoints, tables: Mapping[str, Table]) -> None:
@@ -25,19 +27,27 @@ async def checkpoint(step: int, trainer: Trainer, checkpoints: Checkpoints, tabl
     await asyncio.to_thread(checkpoints.complete, CheckpointState(step, versions))
 
 
-async def restore(trainer: Trainer, checkpoints: Checkpoints, batches: Batches | None = None) -> int:
-    """Bring the trainer to the last committed batch; returns how many batches it has trained. Supervised runs have no
-    stored batches: they go on from the checkpoint.
+async def restore(trainer: Trainer, checkpoints: Checkpoints, batches: Batches, report: Report) -> int:
+    """Bring the trainer to the last committed batch; returns how many batches it has trained.
+
+    `report` gets the step after each batch and its metrics: the line of a batch that a kill interrupted is not there.
 
     Raises StoreError when a batch between the checkpoint and the last one is missing.
     """
-    state = await asyncio.to_thread(checkpoints.newest)
-    step = 0 if state is None else state.step
-    if state is not None:
-        await trainer.load(checkpoints.folder(state.step))
-    for stored in await asyncio.to_thread(batches.steps, step) if batches else []:
+    step = await load_checkpoint(trainer, checkpoints)
+    for stored in await asyncio.to_thread(batches.steps, step):
         if stored != step:
             raise StoreError(f"batch {step} is missing from the store, but batch {stored} is there")
-        await trainer.train(step)
+        metrics = await trainer.train(step)
         step += 1
+        report(step, metrics)
     return step
+
+
+async def load_checkpoint(trainer: Trainer, checkpoints: Checkpoints) -> int:
+    """Load the newest complete checkpoint, if there is one; returns how many steps it has trained."""
+    state = await asyncio.to_thread(checkpoints.newest)
+    if state is None:
+        return 0
+    await trainer.load(checkpoints.folder(state.step))
+    return state.step

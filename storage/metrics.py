@@ -1,4 +1,4 @@
-"""`metrics.jsonl`: one line per batch, appended; after a resume the last line of a step counts."""
+"""`metrics.jsonl`: one line per batch, appended; after a resume the last value of a step counts."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ def read_metrics(run: RunFolder) -> list[dict[str, Any]]:
     """The lines in step order, one per step. A line that a kill cut short is left out."""
     if not run.has("metrics.jsonl"):
         return []
-    by_step = {}
+    by_step: dict[int, dict[str, Any]] = {}
     for text in run.fs.cat_file(f"{run.path}/metrics.jsonl").decode().splitlines():
         try:
             line = json.loads(text)
         except json.JSONDecodeError:
             continue
-        by_step[line["step"]] = line
+        by_step[line["step"]] = by_step.get(line["step"], {}) | line
     return [by_step[step] for step in sorted(by_step)]

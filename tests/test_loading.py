@@ -305,7 +305,12 @@ def as_yaml(value: Any) -> str:
 NAMES = st.text(max_size=80)  # YAML wants a key to end within 1024 characters
 LEAVES = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text()
 ANYTHING = st.recursive(LEAVES, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(NAMES, inner, max_size=3))
-DECAY, SHARE, COUNT, POSITIVE = st.floats(0, 1, exclude_max=True), st.floats(0, 1), st.integers(1, 10**20), st.floats(1e-300, 1e300)
+DECAY, SHARE, COUNT, POSITIVE = (
+    st.floats(0, 1, exclude_max=True),
+    st.floats(0, 1),
+    st.integers(1, 10**20),
+    st.floats(1e-300, 1e300),
+)
 VALID: dict[str, st.SearchStrategy[Any]] = {
     "run.root": st.text(),
     "run.seed": st.integers(min_value=0),

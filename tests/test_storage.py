@@ -20,7 +20,7 @@ from schemas.arrow import OUTCOMES, TRACES
 from schemas.errors import RecipeError, StoreError
 from schemas.recipe import RLRecipe, TrainerConfig
 from schemas.types import Batch, Outcome, Shard, Status, TrainableSegment
-from stages.checkpoint import checkpoint, restore
+from stages.checkpoint import checkpoint, load_checkpoint, restore
 from stages.train_step import train_step
 from storage.batches import Batches, Outcomes
 from storage.checkpoints import MARKER, Checkpoints, CheckpointState
@@ -570,12 +570,14 @@ async def test_a_save_that_fails_leaves_the_older_checkpoint_the_newest(run: Run
 
 async def test_restore_loads_the_newest_checkpoint_and_trains_the_batches_after_it(run: RunFolder) -> None:
     batches, checkpoints, trainer = Batches(run.uri), Checkpoints(run, keep=2), RecordingTrainer()
-    assert await restore(trainer, checkpoints, batches) == 0
+    reported: list[int] = []
+    assert await restore(trainer, checkpoints, batches, lambda step, _: reported.append(step)) == 0
     for step in range(7):
         record(batches, step, step)
     complete(checkpoints, 3)
     complete(checkpoints, 5)
-    assert await restore(trainer, checkpoints, batches) == 7
+    assert await restore(trainer, checkpoints, batches, lambda step, _: reported.append(step)) == 7
+    assert reported == [6, 7]
     assert trainer.told == [("load", "batch-000005"), ("train", 5), ("train", 6)]
 
 
@@ -583,7 +585,7 @@ async def test_restore_without_a_checkpoint_trains_everything_again(run: RunFold
     batches, trainer = Batches(run.uri), RecordingTrainer()
     record(batches, 0, 0)
     record(batches, 1, 1)
-    assert await restore(trainer, Checkpoints(run, keep=1), batches) == 2
+    assert await restore(trainer, Checkpoints(run, keep=1), batches, lambda *_: None) == 2
     assert trainer.told == [("train", 0), ("train", 1)]
 
 
@@ -592,13 +594,13 @@ async def test_a_batch_that_is_missing_stops_the_restore(run: RunFolder) -> None
     record(batches, 0, 0)
     record(batches, 2, 2)
     with pytest.raises(StoreError, match="batch 1 is missing from the store, but batch 2 is there"):
-        await restore(trainer, Checkpoints(run, keep=1), batches)
+        await restore(trainer, Checkpoints(run, keep=1), batches, lambda *_: None)
 
 
 async def test_a_supervised_run_restores_from_its_checkpoint_alone(run: RunFolder) -> None:
     checkpoints, trainer = Checkpoints(run, keep=1), RecordingTrainer()
     complete(checkpoints, 4)
-    assert await restore(trainer, checkpoints) == 4
+    assert await load_checkpoint(trainer, checkpoints) == 4
     assert trainer.told == [("load", "batch-000004")]
 
 

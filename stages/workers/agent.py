@@ -39,7 +39,8 @@ class AgentWorker:
         self._renderer = ChatRenderer(recipe.model.path, recipe.model.trust_remote_code)
         self._run_uri = run_uri
         self._run_attempt = run_attempt
-        self._engines = [EngineClient(name, engine) for engine in engines]
+        # A single-turn group waits for its last rollout anyway, so its rollouts may share one request.
+        self._engines = [EngineClient(name, engine, merge=self._config.max_turns == 1) for engine in engines]
         self._threads = ThreadPoolExecutor(MAX_BLOCKING_AGENTS, thread_name_prefix="agent")
         self._groups: dict[str, asyncio.Task[None]] = {}
         self._outputs: dict[str, TableOutput] = {}
@@ -104,9 +105,10 @@ def _async(agent: Callable[[], Env]) -> Callable[[], Awaitable[Env]]:
 class EngineClient:
     """This host's end of one engine: submits what came up in the same moment together, collects in bulk."""
 
-    def __init__(self, name: str, engine: Any) -> None:
+    def __init__(self, name: str, engine: Any, merge: bool) -> None:
         self._name = f"{name}-{uuid.uuid4().hex[:8]}"  # an earlier host of that name may have left requests behind
         self._engine = engine
+        self._merge = merge
         self._waiting: dict[str, asyncio.Future[Generation]] = {}
         self._unsent: list[GenerateRequest] = []
         self._count = 0
@@ -124,7 +126,7 @@ class EngineClient:
         future = self._waiting[request_id] = loop.create_future()
         if not self._unsent:
             loop.call_soon(self._send)
-        self._unsent.append(GenerateRequest(request_id, list(token_ids), sampling))
+        self._unsent.append(GenerateRequest((request_id,), tuple(token_ids), sampling))
         if self._collector is None:
             self._collector = loop.create_task(self._collect())
         try:
@@ -137,7 +139,7 @@ class EngineClient:
 
     def _send(self) -> None:
         requests, self._unsent = self._unsent, []
-        self._engine.submit.remote(self._name, requests)
+        self._engine.submit.remote(self._name, _merged(requests) if self._merge else requests)
 
     async def _collect(self) -> None:
         try:
@@ -152,6 +154,16 @@ class EngineClient:
                 if not future.done():
                     future.set_exception(error)
             self._collector = None
+
+
+def _merged(requests: Sequence[GenerateRequest]) -> list[GenerateRequest]:
+    """Requests for the same tokens with the same sampling as one request with several samples."""
+    merged: dict[tuple[tuple[int, ...], str], GenerateRequest] = {}
+    for request in requests:
+        key = (tuple(request.token_ids), request.sampling.model_dump_json())
+        ids = merged[key].request_ids if key in merged else ()
+        merged[key] = GenerateRequest((*ids, *request.request_ids), request.token_ids, request.sampling)
+    return list(merged.values())
 
 
 class TableOutput:

@@ -67,7 +67,7 @@ class EngineWorker:
     async def submit(self, client: str, requests: Sequence[GenerateRequest]) -> None:
         for request in requests:
             task = asyncio.create_task(self._generate(client, request))
-            self._running[request.request_id] = task
+            self._running |= dict.fromkeys(request.request_ids, task)
 
     async def collect(self, client: str) -> list[Generation]:
         """Everything that finished for `client` since the last call, at least one."""
@@ -80,11 +80,10 @@ class EngineWorker:
         return generations
 
     async def abort(self, request_ids: Sequence[str]) -> None:
-        """Stop requests and free their slots; nothing is reported for them."""
-        for request_id in request_ids:
-            if (task := self._running.get(request_id)) is not None:
-                task.cancel()
-        await self._llm.abort(list(request_ids))
+        """Stop requests and free their slots; a request ends when none of its samples is wanted any more."""
+        tasks = {task for request_id in request_ids if (task := self._running.pop(request_id, None))}
+        for task in tasks - set(self._running.values()):
+            task.cancel()  # vLLM aborts a request whose consumer is cancelled
 
     async def _generate(self, client: str, request: GenerateRequest) -> None:
         from vllm import TokensPrompt
@@ -92,18 +91,21 @@ class EngineWorker:
         try:
             final = None
             prompt = TokensPrompt(prompt_token_ids=[int(token) for token in request.token_ids])
-            async for output in self._llm.generate(prompt, _sampling_params(request), request.request_id):
+            async for output in self._llm.generate(prompt, _sampling_params(request), request.request_ids[0]):
                 final = output
-            if final is None:
-                raise WorkerError(f"request {request.request_id} ended without output")
-            self._finished[client].put_nowait(_generation(request.request_id, final.outputs[0]))
+            if final is None or len(final.outputs) != len(request.request_ids):
+                raise WorkerError(f"request {request.request_ids[0]} ended without its samples")
+            for request_id, completion in zip(request.request_ids, final.outputs, strict=True):
+                self._finished[client].put_nowait(_generation(request_id, completion))
         except asyncio.CancelledError:
             pass  # aborted by its client, which no longer waits for it
         except Exception as failure:  # reported to the client, which fails that one rollout
             error = f"{type(failure).__name__}: {failure}"
-            self._finished[client].put_nowait(Generation(request.request_id, (), (), (), "abort", error))
+            for request_id in request.request_ids:
+                self._finished[client].put_nowait(Generation(request_id, (), (), (), "abort", error))
         finally:
-            self._running.pop(request.request_id, None)
+            for request_id in request.request_ids:
+                self._running.pop(request_id, None)
 
     # Weights: vLLM's own life cycle, driven by the refit stage
 
@@ -148,6 +150,7 @@ def _sampling_params(request: GenerateRequest) -> Any:
 
     sampling = request.sampling
     return SamplingParams(
+        n=len(request.request_ids),
         temperature=sampling.temperature,
         top_p=sampling.top_p,
         top_k=sampling.top_k,
