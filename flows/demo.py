@@ -36,10 +36,12 @@ def main() -> None:
 
     console.print("[bold]1/3[/] building a 0.14M-parameter Qwen3, its tokenizer and the data")
     build(seed=options.seed)
-    sft = load_recipe([QUICKSTART / "sft.yaml"], [f"run.seed={options.seed}"])
-    rl = load_recipe([QUICKSTART / "rl.yaml"], [f"run.seed={options.seed}", *options.overrides])
-    for recipe in (sft, rl):  # the demo starts from nothing each time
-        shutil.rmtree(Path(recipe.run.root) / recipe.run.name, ignore_errors=True)
+    for name in ("demo-sft", "demo"):  # the demo's own runs start from nothing each time
+        if (Path("runs") / name).exists():
+            shutil.rmtree(Path("runs") / name)
+    seed = f"run.seed={options.seed}"
+    sft = load_recipe([QUICKSTART / "sft.yaml"], ["run.name=demo-sft", seed])
+    rl = load_recipe([QUICKSTART / "rl.yaml"], ["run.name=demo", seed, *options.overrides])
 
     console.print("[bold]2/3[/] warm start: supervised fine-tuning  [bold]3/3[/] reinforcement learning")
     _, result = run_recipes([sft, rl])
@@ -48,6 +50,8 @@ def main() -> None:
     line = _summary(result, time.time() - started)
     _tell(console, line, picture)
     print(json.dumps(line))
+    if line["reward_after"] <= line["reward_before"]:
+        raise SystemExit("the reward did not rise")
 
 
 def _summary(result: dict[str, Any], seconds_total: float) -> dict[str, Any]:
@@ -66,13 +70,13 @@ def _summary(result: dict[str, Any], seconds_total: float) -> dict[str, Any]:
 
 def _tell(console: Console, line: dict[str, Any], picture: Path) -> None:
     console.print(
-        f"\nheld-out exact match rose from [bold]{line['reward_before']:.3f}[/] to [bold]{line['reward_after']:.3f}[/] "
+        f"\nheld-out exact match went from [bold]{line['reward_before']:.3f}[/] to [bold]{line['reward_after']:.3f}[/] "
         f"in {line['steps']} batches\n"
         f"first batch after {line['seconds_to_first_step']} s, then {line['seconds_per_step']} s a batch\n"
         f"run folder   {line['run']}\n"
         f"reward curve {picture}\n"
-        "try next     .venv/bin/moltflow runs show quickstart\n"
-        "             .venv/bin/moltflow traces show quickstart\n"
+        "try next     .venv/bin/moltflow runs show demo\n"
+        "             .venv/bin/moltflow traces show demo\n"
         "             .venv/bin/moltflow train recipes/quickstart/rl.yaml run.name=mine advantage.type=rloo\n"
     )
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from schemas.recipe import RLRecipe, SFTRecipe
-from stages.workers.guard import start_guard
+from stages.workers.guard import Guard, start_guard
 
 QUIET = {
     "PREFECT_LOGGING_LEVEL": "ERROR",
@@ -25,6 +25,9 @@ QUIET = {
     "TRANSFORMERS_VERBOSITY": "error",
     "TQDM_DISABLE": "1",
 }
+
+CHECKOUT_HOME = Path(".moltflow/prefect")
+"""Prefect's folder where `make setup` created its database; elsewhere Prefect's own settings count."""
 
 
 def prepare_process() -> None:
@@ -37,6 +40,8 @@ def prepare_process() -> None:
         logging.getLogger(name).setLevel(logging.ERROR)
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
+    if CHECKOUT_HOME.is_dir():
+        os.environ.setdefault("PREFECT_HOME", str(CHECKOUT_HOME.resolve()))
     if home := os.environ.get("PREFECT_HOME"):
         Path(home).mkdir(parents=True, exist_ok=True)
 
@@ -44,8 +49,16 @@ def prepare_process() -> None:
 def run_recipes(recipes: Sequence[RLRecipe | SFTRecipe]) -> list[dict[str, Any]]:
     """Run the recipes' flows one after another; nothing of them is left behind, whatever happens."""
     prepare_process()
-    atexit.register(start_guard().close)  # at exit, after Prefect has stopped its temporary server there
-    return [_run(recipe) for recipe in recipes]
+    atexit.register(_close, start_guard())  # at exit, after Prefect has stopped its temporary server there
+    try:
+        return [_run(recipe) for recipe in recipes]
+    except asyncio.CancelledError:  # by Ctrl-C or SIGTERM: everything is closed by now
+        raise KeyboardInterrupt from None
+
+
+def _close(guard: Guard) -> None:
+    for line in guard.close():
+        print(f"moltflow: {line}", file=sys.stderr)
 
 
 def _run(recipe: RLRecipe | SFTRecipe) -> dict[str, Any]:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import contextvars
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -21,13 +20,14 @@ SHARES = ("waiting", "score", "train", "refit", "store", "orchestration")
 class Monitor:
     """Collects the metrics of the batch under way, and the driver's seconds by part from `start_loop` on."""
 
-    def __init__(self, folder: RunFolder, max_steps: int, console: Console | None = None) -> None:
+    def __init__(self, folder: RunFolder, max_steps: int, clock: Callable[[], float] = time.perf_counter) -> None:
         self._folder = folder
         self._metrics: dict[str, float] = {}
         self._seconds = dict.fromkeys(SHARES, 0.0)
         self._apart = 0.0
-        self._loop_started: float | None = None
-        self._step_started = time.perf_counter()
+        self._clock = clock
+        self._loop_started = self._step_started = clock()
+        self._accounted = 0.0, dict(self._seconds)
         self.first_step_at: float | None = None
         self.steps = 0
         self._progress = Progress(
@@ -36,7 +36,7 @@ class Monitor:
             MofNCompleteColumn(),
             TextColumn("{task.fields[line]}"),
             TimeRemainingColumn(),
-            console=console or Console(stderr=True),
+            console=Console(stderr=True),
             refresh_per_second=2,
         )
         self._bar = self._progress.add_task(folder.name, total=max_steps, line="starting")
@@ -53,8 +53,7 @@ class Monitor:
 
     def start_loop(self, step: int) -> None:
         """Start-up is over; `step` batches are trained already."""
-        now = time.perf_counter()
-        self._loop_started = self._step_started = now
+        self._loop_started = self._step_started = self._clock()
         self._seconds = dict.fromkeys(SHARES, 0.0)
         self._apart = 0.0
         self.steps, self.first_step_at = 0, None
@@ -64,54 +63,57 @@ class Monitor:
     @contextmanager
     def measure(self, part: str | None) -> Iterator[None]:
         """Account the time inside to a part of the critical path; None is beside it (evaluation)."""
-        start = time.perf_counter()
+        start = self._clock()
         try:
             yield
         finally:
-            seconds = time.perf_counter() - start
+            seconds = self._clock() - start
             if part is None:
                 self._apart += seconds
             else:
                 self._seconds[part] += seconds
 
-    def record(self, metrics: Mapping[str, float], part: str | None) -> None:
+    def record(self, metrics: Mapping[str, float], part: str) -> None:
         """Metrics of one stage; what it says it spent on storing moves from its part to `store`."""
         self._metrics |= metrics
         for name, value in metrics.items():
-            if name.endswith("/store_seconds") and part is not None:
+            if name.endswith("/store_seconds"):
                 self._seconds[part] -= value
                 self._seconds["store"] += value
 
     def end_step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Write the line of batch `step`."""
-        now = time.perf_counter()
+        """Write the line of batch `step`, trained from policy version `step`."""
         if self.first_step_at is None:
             self.first_step_at = time.time()
         self.steps += 1
-        seconds = now - self._step_started
-        self._step_started = now
-        line: dict[str, Any] = {"step": step, "run_attempt": self._folder.attempt, "time": time.time()}
-        line |= self._metrics | dict(metrics) | {"step/seconds": seconds}
+        seconds = self._clock() - self._step_started
+        line = self._metrics | dict(metrics) | {"step/seconds": seconds}
         line["step/tokens_per_second"] = line.get("train/tokens", 0.0) / seconds
         self._metrics.clear()
         with self.measure("store"):
-            append_metrics(self._folder, line)
-        self._progress.update(self._bar, completed=step, line=_line(line))
+            self.write(step, line)
+        self._progress.update(self._bar, completed=step + 1, line=_line(line))
+        self._step_started = self._clock()
+        self._accounted = self._step_started - self._loop_started - self._apart, dict(self._seconds)
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Add metrics to the line of `step`: of a batch, of an evaluation of that policy version."""
+        line = {"step": step, "run_attempt": self._folder.attempt, "time": time.time()}
+        append_metrics(self._folder, line | dict(metrics))
+
+    def write_replayed(self, step: int, metrics: Mapping[str, float]) -> None:
+        """What a resume found when it trained a stored batch again, beside what was written then."""
+        self.write(step, {f"replayed/{name}": value for name, value in metrics.items()})
 
     def shares(self) -> dict[str, float]:
-        """Share of each part in the loop's wall time without evaluation; they sum to 1."""
-        if self._loop_started is None:
-            return dict.fromkeys(SHARES, 0.0)
-        total = max(self._step_started - self._loop_started - self._apart, 1e-9)
-        known = {part: seconds for part, seconds in self._seconds.items() if part != "orchestration"}
-        return {part: seconds / total for part, seconds in known.items()} | {
-            "orchestration": 1 - sum(known.values()) / total
-        }
+        """Share of each part in the wall time from the loop's start to the end of its last batch, evaluations left out;
+        they sum to 1."""
+        total, seconds = self._accounted
+        known = {part: seconds[part] / total if total else 0.0 for part in SHARES[:-1]}
+        return known | {SHARES[-1]: 1 - sum(known.values())}
 
     def seconds_per_step(self) -> float:
-        if self._loop_started is None or not self.steps:
-            return 0.0
-        return (self._step_started - self._loop_started - self._apart) / self.steps
+        return self._accounted[0] / max(self.steps, 1)
 
 
 _current: contextvars.ContextVar[Monitor] = contextvars.ContextVar("monitor")

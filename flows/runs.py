@@ -8,9 +8,10 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 
+from flows import tasks
 from flows.monitor import Monitor
 from schemas.recipe import RLRecipe, SFTRecipe
-from schemas.types import GroupTask, Prompt
+from schemas.types import GroupTask, Prompt, StoredGroup
 from stages.agents.contract import load_agent
 from stages.prompts import prompt_stream, read_prompts
 from stages.workers.cluster import Cluster, open_cluster, open_trainer
@@ -37,6 +38,7 @@ class Run:
         self.outcomes = Outcomes(folder.uri, folder.attempt)
         self.checkpoints = Checkpoints(folder, recipe.checkpoint.keep)
         self.monitor = Monitor(folder, recipe.max_steps)
+        self._evaluations: dict[int, float] = {}
 
     def attach(self, cluster: Cluster) -> None:
         self.engines = cluster.engines
@@ -67,12 +69,39 @@ class Run:
             attempt=self.folder.attempt,
         )
 
-    def summary(self, step: int, evaluations: dict[int, float | None]) -> dict[str, Any]:
-        """What the flow returns: plain values, written nowhere else."""
+    def finished_groups(self, ledger: Ledger) -> list[StoredGroup]:
+        """Groups that an earlier attempt finished and did not train."""
+        wanted = ", ".join(map(str, sorted(ledger.finished)))
+        return self.traces.groups(f"sequence IN ({wanted})") if wanted else []
+
+    def evaluates_at(self, step: int) -> bool:
+        every = self.recipe.evaluate.every if self.recipe.evaluate else None
+        return step == self.recipe.max_steps or (every is not None and step % every == 0)
+
+    async def evaluate(self, step: int) -> None:
+        """Evaluate policy version `step` as the recipe says, and write what came out to the line of that step."""
+        config = self.recipe.evaluate
+        if config is None:
+            return
+        sampling = config.sampling or self.recipe.rollout.sampling
+        result = await tasks.evaluate(
+            self.held_out,
+            self.agents,
+            self.evaluations,
+            step,
+            sampling,
+            config.samples_per_prompt,
+            self.recipe.run.seed,
+        )
+        self.monitor.write(step, result.metrics)
+        self._evaluations[step] = result.metrics["evaluate/reward_mean"]
+
+    def summary(self, step: int) -> dict[str, Any]:
+        """What the flow returns, as plain values."""
         return {
             "run": self.folder.uri,
             "step": step,
-            "evaluations": evaluations,
+            "evaluations": self._evaluations,
             "steps_trained": self.monitor.steps,
             "first_step_at": self.monitor.first_step_at,
             "seconds_per_step": self.monitor.seconds_per_step(),

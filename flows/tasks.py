@@ -1,4 +1,4 @@
-"""Stage function -> Prefect task, one line each: the part of the critical path it counts to, and its own timeouts.
+"""Stage function -> Prefect task, one line each, with the part of the critical path that it counts to.
 
 No stage is retried by Prefect: a batch that failed halfway is trained again by resuming the run, never by repeating one
 stage of it. Every wait inside a stage has a timeout of its own that names the peer.
@@ -34,7 +34,8 @@ class _Call:
 
 
 def staged(stage: Callable[..., Any], part: str | None, name: str | None = None) -> Callable[..., Awaitable[Any]]:
-    """The stage as a Prefect task whose time counts to `part` and whose metrics go to the run's monitor."""
+    """The stage as a Prefect task whose time counts to `part` and whose metrics go to the line of the batch; with None
+    it is beside the critical path, and the flow writes its metrics."""
 
     @task(name=name or stage.__name__, cache_policy=NO_CACHE, persist_result=False)
     async def run(call: _Call) -> Any:
@@ -43,7 +44,8 @@ def staged(stage: Callable[..., Any], part: str | None, name: str | None = None)
             result = stage(*call.arguments, **call.options)
             if inspect.isawaitable(result):
                 result = await result
-        monitor.record(getattr(result, "metrics", {}), part)
+        if part is not None:
+            monitor.record(getattr(result, "metrics", {}), part)
         return result
 
     async def call_stage(*arguments: Any, **options: Any) -> Any:

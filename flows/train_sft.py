@@ -18,8 +18,8 @@ async def train_sft(recipe: SFTRecipe) -> dict[str, Any]:
         run.monitor.start_loop(step)
         while step < recipe.max_steps:
             await tasks.sft_step(step, run.trainer)
-            step += 1
             run.monitor.end_step(step, {})
+            step += 1
             if step % recipe.checkpoint.every == 0 or step == recipe.max_steps:
                 await tasks.checkpoint(step, run.trainer, run.checkpoints, {})
         exported = await run.trainer.export(recipe.export or f"{run.folder.path}/exports/final")

@@ -5,6 +5,7 @@ MoltflowError
 ├── StoreError       a run folder, table or checkpoint is not what it should be
 ├── AgentError       user code broke the agent contract (a rollout fails, the run goes on)
 ├── WorkerError      an engine, agent host or trainer rank died, hung or refused (the run stops)
+├── TrainingDiverged a gradient was not finite; the weights are those before the step (the run stops)
 └── RolloutsFailed   so many groups failed that going on would be pointless (the run stops)
 """
 
@@ -28,6 +29,10 @@ class AgentError(MoltflowError):
 
 
 class WorkerError(MoltflowError):
+    pass
+
+
+class TrainingDiverged(MoltflowError):
     pass
 
 

@@ -51,6 +51,8 @@ class GroupSource(Protocol):
 class GroupSink(Protocol):
     """The rollout side of the window."""
 
+    version: int
+
     @property
     def has_place(self) -> bool: ...
 

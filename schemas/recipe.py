@@ -25,6 +25,10 @@ DECIDED_ENGINE_ARGS = {
     "logprobs_mode": "fixed: the log-probs must be those of what was sampled from",
     "worker_extension_cls": "fixed: refits go through it",
     "weight_transfer_config": "fixed: refits go through it",
+    "speculative_config": "refused: its log-probs were not checked against the trainer's",
+    "quantization": "refused: the trainer computes in model.dtype",
+    "kv_cache_dtype": "refused: the trainer computes in model.dtype",
+    "load_format": "refused: engine and trainer start from the same weights",
 }
 """Arguments of vLLM that the recipe decides elsewhere: in two places, engine and trainer could disagree."""
 
@@ -364,6 +368,8 @@ class RLRecipe(Recipe):
                 f"rollout.sampling: found top_p={sampling.top_p}, top_k={sampling.top_k}; allowed: top_p=1, top_k=-1 "
                 "(the trainer's log-probs are over the whole vocabulary)"
             )
+        if self.filtering.zero_variance == "drop" and self.rollout.group_size == 1:
+            yield "filtering.zero_variance: found drop with rollout.group_size = 1, without variance; allowed: keep"
         if self.correction.level == "off" and self.window.max_policy_lag > 0:
             yield (
                 f"correction.level: found off with window.max_policy_lag = {self.window.max_policy_lag}; "

@@ -42,8 +42,8 @@ def _metrics(groups: Sequence[StoredGroup], rewards: Sequence[float], estimates:
     sampled = sum(s.num_sampled for group in groups for s in group.trainable)
     constant = sum(is_constant(list(group.rewards().values())) for group in groups)
     return {
-        "rollout/reward_mean": fmean(rewards),
-        "rollout/reward_std": pstdev(rewards),
+        "advantage/reward_mean": fmean(rewards),
+        "advantage/reward_std": pstdev(rewards),
         "rollout/groups": float(len(groups)),
         "rollout/rollouts": float(len(rewards)),
         "rollout/failed_rollouts": float(sum(group.num_failed for group in groups)),

@@ -12,8 +12,6 @@ from schemas.recipe import SamplingConfig
 from schemas.types import GroupTask, Prompt, StepResult, StoredGroup
 from storage.traces import Traces
 
-TABLE = "evaluations"
-
 
 async def evaluate(
     prompts: Sequence[Prompt],
@@ -32,10 +30,10 @@ async def evaluate(
         GroupTask(index, f"eval-{step:06d}-{prompt.index:06d}", prompt, samples_per_prompt, sampling, seed)
         for index, prompt in enumerate(prompts)
     ]
-    await agents.submit(TABLE, tasks)
+    await agents.submit(evaluations.name, tasks)
     groups: list[StoredGroup] = []
     while len(groups) < len(tasks):
-        groups += await asyncio.to_thread(evaluations.commit, await agents.collect(TABLE))
+        groups += await asyncio.to_thread(evaluations.commit, await agents.collect(evaluations.name))
     rewards = [fmean(group.rewards().values()) for group in groups if group.rewards()]
     if not rewards:
         error = next((segment.error for group in groups for segment in group.segments if segment.error), "")

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from statistics import fmean
 
 from schemas.errors import RolloutsFailed
 from schemas.protocols import GroupSource
@@ -29,6 +30,7 @@ async def filtering(
     Groups of a batch that did not fill up stay pending in the ledger, where a resume finds them.
     """
     kept: list[StoredGroup] = []
+    rewards: list[float] = []
     rejected: list[Outcome] = []
     in_a_row = Counter[str]()
     try:
@@ -36,6 +38,7 @@ async def filtering(
             group = await window.take()
             if group is None:
                 return None
+            rewards += group.rewards().values()
             outcome = judge(group, step, rollout, staleness, config)
             if outcome is None:
                 kept.append(group)
@@ -46,7 +49,7 @@ async def filtering(
             _stop_if_hopeless(outcome, in_a_row, rollout, config)
     finally:
         await asyncio.to_thread(outcomes.record, rejected, step)
-    return Filtered(kept, _metrics(rejected))
+    return Filtered(kept, _metrics(rejected, rewards))
 
 
 def judge(
@@ -88,10 +91,12 @@ def _stop_if_hopeless(
         )
 
 
-def _metrics(rejected: list[Outcome]) -> dict[str, float]:
+def _metrics(rejected: list[Outcome], rewards: list[float]) -> dict[str, float]:
+    """The reward is over all that succeeded, dropped groups too: a mean of what was kept would hide what was learnt."""
     counts = Counter(f"filtering/{outcome.kind}_{outcome.reason}" for outcome in rejected)
     tokens = sum(outcome.num_tokens for outcome in rejected)
     return {name: float(count) for name, count in counts.items()} | {
+        "rollout/reward_mean": fmean(rewards),
         "filtering/rejected_groups": float(len(rejected)),
         "filtering/rejected_tokens": float(tokens),
     }

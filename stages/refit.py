@@ -18,8 +18,6 @@ async def refit(trainer: Trainer, engines: Engines, version: int, config: RefitC
     start = time.perf_counter()
     names, dtypes, shapes = await trainer.weight_names()
     await engines.pause(clear_cache=config.cache == "recompute")
-    async with asyncio.TaskGroup() as transfer:
-        transfer.create_task(engines.receive(names, dtypes, shapes))
-        transfer.create_task(trainer.send_weights(config.timeout_seconds))
+    await asyncio.gather(engines.receive(names, dtypes, shapes), trainer.send_weights(config.timeout_seconds))
     await engines.resume(version)
     return StepResult({"refit/seconds": time.perf_counter() - start, "refit/version": float(version)})

@@ -10,14 +10,13 @@ ends       when the window is closed, or when the prompts are used up and nothin
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 from schemas.protocols import Agents, GroupSink
 from schemas.types import GroupTask, Outcome
 from storage.batches import Outcomes
 from storage.traces import Traces
-
-TABLE = "traces"
 
 
 async def rollout(
@@ -27,7 +26,7 @@ async def rollout(
     in_flight: dict[int, GroupTask] = {}
     collecting = asyncio.create_task(_collect(in_flight, window, agents, traces))
     aborting = asyncio.create_task(_abort_stragglers(in_flight, window, agents, outcomes))
-    admitting = asyncio.create_task(_admit(tasks, in_flight, window, agents))
+    admitting = asyncio.create_task(_admit(tasks, in_flight, window, agents, traces.name))
     parts = (admitting, collecting, aborting)
     try:
         await asyncio.wait(parts, return_when=asyncio.FIRST_COMPLETED)
@@ -38,30 +37,30 @@ async def rollout(
         for part in parts:
             part.cancel()
         await asyncio.gather(*parts, return_exceptions=True)
-        await agents.cancel([task.group_id for task in in_flight.values()])
+    await agents.cancel([task.group_id for task in in_flight.values()])  # after a failure they are closed instead
 
 
 async def _admit(
-    tasks: Iterator[GroupTask], in_flight: dict[int, GroupTask], window: GroupSink, agents: Agents
+    tasks: Iterator[GroupTask], in_flight: dict[int, GroupTask], window: GroupSink, agents: Agents, table: str
 ) -> None:
     admitted: list[GroupTask] = []
     for task in tasks:
         if admitted and not window.has_place:  # what was admitted in one go is submitted in one call
-            await agents.submit(TABLE, admitted)
+            await agents.submit(table, admitted)
             admitted = []
         if not await window.admit(task.sequence):
             return
         in_flight[task.sequence] = task
         admitted.append(task)
-    await agents.submit(TABLE, admitted)
+    await agents.submit(table, admitted)
     window.end()
     await asyncio.Event().wait()  # it is `window.straggler` that tells when nothing is out any more
 
 
 async def _collect(in_flight: dict[int, GroupTask], window: GroupSink, agents: Agents, traces: Traces) -> None:
     while True:
-        shards = await agents.collect(TABLE)
-        for group in await asyncio.to_thread(traces.commit, shards):
+        shards = await agents.collect(traces.name)
+        for group in await _durably(traces.commit, shards):
             if in_flight.pop(group.sequence, None) is not None:
                 window.finish(group)
 
@@ -75,5 +74,16 @@ async def _abort_stragglers(
             continue  # it finished in the same moment
         await agents.cancel([task.group_id])
         outcome = Outcome(task.sequence, task.group_id, "dropped", "straggler")
-        await asyncio.to_thread(outcomes.record, [outcome], -1)
+        await _durably(outcomes.record, [outcome], window.version)
         window.fail(task.sequence)
+
+
+async def _durably(write: Callable[..., Any], *arguments: Any) -> Any:
+    """Run a commit in a thread and wait for its end even when cancelled: nothing is written after the stage, when
+    another process may hold the run."""
+    running = asyncio.ensure_future(asyncio.to_thread(write, *arguments))
+    try:
+        return await asyncio.shield(running)
+    except asyncio.CancelledError:
+        await asyncio.wait((running,))
+        raise

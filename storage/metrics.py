@@ -1,4 +1,4 @@
-"""`metrics.jsonl`: one line per batch, appended; after a resume the last value of a step counts."""
+"""`metrics.jsonl`: one line per batch, appended; later lines of the same step add to it."""
 
 from __future__ import annotations
 

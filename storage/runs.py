@@ -8,6 +8,7 @@ import importlib.metadata
 import json
 import subprocess
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
@@ -15,7 +16,7 @@ import fsspec
 
 from schemas.errors import RecipeError, StoreError
 from schemas.loading import dump_recipe
-from schemas.recipe import Recipe
+from schemas.recipe import Recipe, RLRecipe, SFTRecipe
 
 PACKAGES = (
     "moltflow",
@@ -29,6 +30,29 @@ PACKAGES = (
     "pylance",
     "pyarrow",
 )
+
+MAX_HASHED_BYTES = 1 << 30
+"""Larger files are told apart by their size alone: hashing a large model would take longer than starting it."""
+
+MAY_CHANGE = (
+    "run.root",
+    "max_steps",
+    "checkpoint.",
+    "evaluate",
+    "export",
+    "device",
+    "trainer.num_ranks",
+    "trainer.timeout_seconds",
+    "engine.",
+    "refit.timeout_seconds",
+    "agent.num_hosts",
+    "agent.timeout_seconds",
+    "rollout.max_failed_groups",
+    "filtering.max_dropped_groups",
+    "window.groups_in_flight",
+    "window.straggler_wait_seconds",
+)
+"""Keys that a resumed run may change: they decide neither what stored batches train nor which prompt comes next."""
 
 
 class RunFolder:
@@ -46,21 +70,30 @@ class RunFolder:
     def start(cls, recipe: Recipe) -> RunFolder:
         """Create or resume the folder of `recipe.run`; `attempt` counts how often it was started before.
 
-        A local folder is locked until `close`, so that one name is never run twice at the same time (StoreError).
+        The folder is locked until `close`, so that one name is never run twice at the same time. Raises StoreError when
+        it is, or when the recipe or a file that it names differs from the last start in what decides the weights.
         """
         run = cls(f"{recipe.run.root.rstrip('/')}/{recipe.run.name}")
+        if not run._is_local:
+            raise RecipeError(f"run.root: found {recipe.run.root}; allowed so far: a folder on this machine")
         run.fs.makedirs(run.path, exist_ok=True)
         run._take_lock()
         provenance = run.read_json("provenance.json") or {"attempts": []}
         run.attempt = len(provenance["attempts"])
-        provenance["attempts"].append(_provenance(recipe))
+        start = _provenance(recipe)
+        if provenance["attempts"] and (changes := _changes(provenance["attempts"][-1], start)):
+            run.close()
+            raise StoreError(
+                f"run {run.path} was started with other values, and going on with these would mix two runs:\n  "
+                + "\n  ".join(changes)
+                + "\nchoose another run.name, or remove the folder to start again"
+            )
+        provenance["attempts"].append(start)
         write_atomically(run.fs, f"{run.path}/recipe.yaml", dump_recipe(recipe))
         write_atomically(run.fs, f"{run.path}/provenance.json", json.dumps(provenance, indent=2))
         return run
 
     def _take_lock(self) -> None:
-        if not self._is_local:
-            return
         self._lock = open(f"{self.path}/lock", "w")  # noqa: SIM115  held as long as the run is open
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -124,9 +157,28 @@ def _provenance(recipe: Recipe) -> dict[str, Any]:
         "started_at": time.time(),
         "git_revision": _git_revision(),
         "versions": versions,
-        "hashes": {name: _hash(Path(recipe.model.path) / name) for name in _model_files(recipe.model.path)},
+        "hashes": {str(path): _hash(path) for path in _files(recipe)},
         "recipe": recipe.model_dump(mode="json"),
     }
+
+
+def _changes(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """What differs between two starts of a run beyond `MAY_CHANGE`, a line each."""
+    old, new = (dict(_flat(start["recipe"])) for start in (before, now))
+    keys = [key for key in sorted(old.keys() | new.keys()) if not key.startswith(MAY_CHANGE)]
+    changes = [f"{key}: {old.get(key)} -> {new.get(key)}" for key in keys if old.get(key) != new.get(key)]
+    if not changes:  # other files would differ because they are others
+        old, new = before["hashes"], now["hashes"]
+        changes = [f"{path}: the file is another one now" for path in new if path in old and old[path] != new[path]]
+    return changes
+
+
+def _flat(tree: Any, key: str = "") -> Iterator[tuple[str, Any]]:
+    if isinstance(tree, dict) and tree:
+        for name, value in tree.items():
+            yield from _flat(value, f"{key}.{name}" if key else name)
+    else:
+        yield key, tree
 
 
 def _git_revision() -> str | None:
@@ -137,11 +189,20 @@ def _git_revision() -> str | None:
     return done.stdout.strip() or None
 
 
-def _model_files(path: str) -> list[str]:
-    folder = Path(path)
-    return sorted(file.name for file in folder.iterdir() if file.is_file()) if folder.is_dir() else []
+def _files(recipe: Recipe) -> list[Path]:
+    """Local files that decide the run: the model's, and the data."""
+    folder = Path(recipe.model.path)
+    files = sorted(file for file in folder.iterdir() if file.is_file()) if folder.is_dir() else []
+    if isinstance(recipe, RLRecipe):
+        files.append(Path(recipe.prompts.path))
+    if isinstance(recipe, SFTRecipe):
+        files.append(Path(recipe.data.path))
+    return [file for file in files if file.is_file()]
 
 
 def _hash(path: Path) -> str:
+    size = path.stat().st_size
+    if size > MAX_HASHED_BYTES:
+        return f"{size} bytes"
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

@@ -17,6 +17,9 @@ from lance.fragment import write_fragments
 
 from schemas.errors import StoreError
 
+ROWS_PER_FRAGMENT = 4096
+"""Fragments of this size are left alone by later compactions, so that those cost what is new, not the whole history."""
+
 
 class Table:
     """A table at `uri` with a fixed, versioned schema. Opening a table of another schema version raises StoreError."""
@@ -96,7 +99,7 @@ class Table:
     def compact(self) -> None:
         """Merge small fragments, so that manifests and filters stay fast."""
         with self._commit_lock:
-            self._dataset.optimize.compact_files()
+            self._dataset.optimize.compact_files(target_rows_per_fragment=ROWS_PER_FRAGMENT)
             self._dataset = lance.dataset(self.uri)
 
 

@@ -36,6 +36,7 @@ class Traces:
     """Traces of one run. `name` tells training (`traces`) from evaluation (`evaluations`)."""
 
     def __init__(self, run_uri: str, name: str = "traces") -> None:
+        self.name = name
         self.table = Table(f"{run_uri}/{name}.lance", TRACES)
 
     def write(self, rows: Sequence[dict[str, Any]]) -> Shard:

@@ -29,7 +29,7 @@ def test_all_segments_of_a_rollout_share_the_advantage_of_its_one_reward() -> No
     made = batch(group(0, *segments), config=GRPO)
     assert advantages(made) == {(0, 0, 0): -0.70711, (0, 0, 1): -0.70711, (0, 0, 2): -0.70711, (0, 1, 0): 0.70711}
     assert [s.row for s in made.segments] == [0, 1, 2, 3]
-    assert made.metrics["rollout/reward_mean"] == 0.5
+    assert made.metrics["advantage/reward_mean"] == 0.5
 
 
 def test_the_baseline_is_taken_over_the_members_that_succeeded() -> None:
@@ -66,8 +66,8 @@ def test_metrics_count_rollouts_and_not_segments() -> None:
     failed = [segment(2, None, status=Status.TIMEOUT, index=index) for index in range(2)]
     metrics = batch(group(0, *cut, segment(1, 0.0, num_sampled=1), *failed)).metrics
     assert metrics == {
-        "rollout/reward_mean": 0.5,
-        "rollout/reward_std": 0.5,
+        "advantage/reward_mean": 0.5,
+        "advantage/reward_std": 0.5,
         "rollout/groups": 1,
         "rollout/rollouts": 2,
         "rollout/failed_rollouts": 1,

@@ -132,6 +132,7 @@ async def test_what_is_dropped_is_counted_released_and_filled_up(outcomes: Outco
     assert [kept.sequence for kept in filtered.groups] == [1, 4]
     assert filtered.metrics == {
         "filtering/dropped_zero_variance": 2,
+        "rollout/reward_mean": 0.75,  # (2 + 1 + 2 + 1) / 8: dropped groups count too
         "filtering/failed_agent_error": 1,
         "filtering/rejected_groups": 3,
         "filtering/rejected_tokens": 3 * 2 * 4,  # groups x rollouts x sampled tokens

@@ -184,22 +184,22 @@ async def test_a_closed_window_ends_the_stage_and_what_is_in_flight(tmp_path: Pa
         assert stage.agents.running == {}
 
 
-async def test_a_cancelled_stage_ends_what_is_in_flight(tmp_path: Path) -> None:
+async def test_a_cancelled_stage_ends_at_once_without_asking_the_agents(tmp_path: Path) -> None:
     async with started(tmp_path, mask(3), stuck=[0, 1, 2]) as stage:
         await until(lambda: len(stage.agents.running) == 3)
         stage.running.cancel()
         with pytest.raises(asyncio.CancelledError):
             await stage.end()
-        assert stage.agents.running == {}
+        assert stage.agents.cancelled == []  # their processes are closed instead
 
 
-async def test_a_failure_of_the_agents_is_raised_and_ends_what_is_in_flight(tmp_path: Path) -> None:
+async def test_a_failure_of_the_agents_is_raised_at_once(tmp_path: Path) -> None:
     async with started(tmp_path, mask(3), stuck=[0, 1, 2]) as stage:
         await until(lambda: len(stage.agents.running) == 3)
         stage.agents.deliver(WorkerError("agent host0: its process died"))
         with pytest.raises(WorkerError, match="agent host0: its process died"):
             await stage.end()
-        assert len(stage.agents.cancelled) == 3
+        assert stage.agents.cancelled == []  # a host that is dead cannot be asked
 
 
 async def test_a_failure_of_the_prompt_stream_is_raised(tmp_path: Path) -> None:
@@ -210,7 +210,6 @@ async def test_a_failure_of_the_prompt_stream_is_raised(tmp_path: Path) -> None:
     async with started(tmp_path, tasks=broken(), stuck=[0]) as stage:
         with pytest.raises(OSError, match="the disk is gone"):
             await stage.end()
-        assert stage.agents.cancelled == ["0000-000000-0"]
 
 
 async def test_a_shard_that_cannot_be_committed_ends_the_stage(tmp_path: Path) -> None:
@@ -218,7 +217,6 @@ async def test_a_shard_that_cannot_be_committed_ends_the_stage(tmp_path: Path) -
         stage.agents.deliver(Shard(('{"files": [{"path": ',), ()))
         with pytest.raises(JSONDecodeError):
             await stage.end()
-        assert len(stage.agents.cancelled) == 4
 
 
 async def test_a_straggler_is_aborted_and_counted_and_the_batch_goes_on(tmp_path: Path) -> None:

@@ -391,7 +391,8 @@ def test_a_start_writes_recipe_and_provenance(tmp_path: Path) -> None:
     run = RunFolder.start(recipe(tmp_path))
     (attempt,) = run.read_json("provenance.json")["attempts"]
     assert run.attempt == 0 and run.name == "tiny" and run.uri == f"{tmp_path}/tiny"
-    assert attempt["hashes"] == {"config.json": "44136fa355b3678a1146ad16f7e8649e94fb4fc21fe77e8310c060f61caaff8a"}
+    sha256_of_braces = "44136fa355b3678a1146ad16f7e8649e94fb4fc21fe77e8310c060f61caaff8a"
+    assert attempt["hashes"] == {f"{tmp_path}/model/config.json": sha256_of_braces}
     assert attempt["recipe"]["max_steps"] == 3 and "pyarrow" in attempt["versions"]
     assert "max_steps: 3" in Path(run.uri, "recipe.yaml").read_text()
     run.close()
@@ -404,6 +405,43 @@ def test_another_start_of_the_same_name_is_another_attempt_with_the_newer_recipe
     assert [attempt["recipe"]["max_steps"] for attempt in run.read_json("provenance.json")["attempts"]] == [3, 9]
     assert "max_steps: 9" in Path(run.uri, "recipe.yaml").read_text()
     run.close()
+
+
+def resume_error(tmp_path: Path, **values: Any) -> list[str]:
+    with pytest.raises(StoreError) as refused:
+        RunFolder.start(recipe(tmp_path, **values))
+    first, *changes, last = str(refused.value).split("\n")
+    assert first == f"run {tmp_path}/tiny was started with other values, and going on with these would mix two runs:"
+    assert last == "choose another run.name, or remove the folder to start again"
+    return [change.strip() for change in changes]
+
+
+def test_a_resume_with_values_that_decide_the_weights_is_refused_and_leaves_no_trace(tmp_path: Path) -> None:
+    RunFolder.start(recipe(tmp_path)).close()
+    assert resume_error(tmp_path, rollout={"group_size": 4}, advantage={"type": "rloo"}) == [
+        "advantage.type: grpo -> rloo",
+        "rollout.group_size: 8 -> 4",
+    ]
+    run = RunFolder.start(recipe(tmp_path))
+    assert run.attempt == 1
+    run.close()
+
+
+def test_a_resume_with_other_data_under_the_same_name_is_refused(tmp_path: Path) -> None:
+    data = tmp_path / "prompts.jsonl"
+    data.write_text('{"prompt": "1"}\n')
+    prompts = {"path": str(data)}
+    RunFolder.start(recipe(tmp_path, prompts=prompts)).close()
+    data.write_text('{"prompt": "2"}\n')
+    assert resume_error(tmp_path, prompts=prompts) == [f"{data}: the file is another one now"]
+    data.write_text('{"prompt": "1"}\n')
+    RunFolder.start(recipe(tmp_path, prompts=prompts)).close()
+
+
+def test_a_resume_may_run_longer_and_elsewhere(tmp_path: Path) -> None:
+    RunFolder.start(recipe(tmp_path)).close()
+    changed = {"trainer": {"num_ranks": 2}, "engine": {"num_engines": 3}, "checkpoint": {"every": 1}, "max_steps": 9}
+    RunFolder.start(recipe(tmp_path, **changed, evaluate={"path": "held_out.jsonl"})).close()
 
 
 HOLDER = """

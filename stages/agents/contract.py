@@ -51,6 +51,9 @@ class Env:
     async def reset(self, state: dict[str, Any]) -> Any:
         """Called once before the first turn with `observation` (the prompt's messages), `label` and `seed`.
 
+        The seed is the same for all rollouts of a group, so that an environment which draws its problem from it
+        compares attempts at one problem; evaluations have seeds of their own.
+
         Return None to keep the prompt, or a mapping with a new `observation` (text or messages).
         """
         return None

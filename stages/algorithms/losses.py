@@ -17,6 +17,9 @@ def policy_gradient(policy_logprobs: torch.Tensor, advantages: torch.Tensor, wei
     return torch.where(scale == 0, torch.zeros_like(policy_logprobs), -scale * policy_logprobs)
 
 
+LOSSES = {"policy_gradient": policy_gradient}
+
+
 def token_mean(losses: torch.Tensor, mask: torch.Tensor, denominator: float) -> torch.Tensor:
     """Sum over trained tokens (`mask`) over their number in the whole step; other positions never matter, NaN too."""
     return torch.where(mask, losses, torch.zeros_like(losses)).sum() / max(denominator, 1.0)

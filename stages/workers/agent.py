@@ -34,7 +34,7 @@ class AgentWorker:
         self._config = recipe.agent
         agent = load_agent(recipe.agent.entry)
         self._make_env: Callable[..., Any] = partial(agent, **recipe.agent.args)
-        if agent.__init__ is object.__init__:  # nothing that could block: no thread needed
+        if agent.__init__ is object.__init__ and not recipe.agent.args:  # nothing that could block: no thread needed
             self._make_env = _async(agent)
         self._renderer = ChatRenderer(recipe.model.path, recipe.model.trust_remote_code)
         self._run_uri = run_uri
@@ -71,15 +71,16 @@ class AgentWorker:
         return self._outputs[table]
 
     async def _run_group(self, task: GroupTask, output: TableOutput) -> None:
+        engine = min(self._engines, key=lambda client: client.num_groups)
+        engine.num_groups += 1
         try:
-            seeds = random.Random(f"{task.seed}-{task.sequence}")
-            engine = min(self._engines, key=lambda client: client.in_flight)
+            seed = random.Random(f"{task.seed}-{output.table}-{task.sequence}").getrandbits(48)
             rollouts = await asyncio.gather(
                 *(
                     run_env(
                         self._make_env,
                         task,
-                        seeds.getrandbits(48),
+                        seed,
                         engine.generate,
                         self._renderer,
                         self._config,
@@ -92,6 +93,7 @@ class AgentWorker:
         except Exception as failure:  # not the agent's doing: the driver must not wait for this group
             output.fail(failure)
         finally:
+            engine.num_groups -= 1
             self._groups.pop(task.group_id, None)
 
 
@@ -109,14 +111,11 @@ class EngineClient:
         self._name = f"{name}-{uuid.uuid4().hex[:8]}"  # an earlier host of that name may have left requests behind
         self._engine = engine
         self._merge = merge
+        self.num_groups = 0
         self._waiting: dict[str, asyncio.Future[Generation]] = {}
         self._unsent: list[GenerateRequest] = []
         self._count = 0
         self._collector: asyncio.Task[None] | None = None
-
-    @property
-    def in_flight(self) -> int:
-        return len(self._waiting)
 
     async def generate(self, token_ids: list[int], sampling: SamplingConfig) -> Generation:
         """Sample one turn. A cancelled caller aborts its request."""
@@ -170,6 +169,7 @@ class TableOutput:
     """Finished groups of one table: rows gather while the last fragment is being written."""
 
     def __init__(self, traces: Traces) -> None:
+        self.table = traces.name
         self._traces = traces
         self._rows: list[dict[str, Any]] = []
         self._arrived = asyncio.Event()

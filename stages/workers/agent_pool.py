@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Sequence
 from typing import Any
 
 import ray
 
+from schemas.errors import WorkerError
 from schemas.recipe import RLRecipe
 from schemas.types import GroupTask, Shard
 from stages.workers.agent import AgentWorker
 from stages.workers.calls import call, call_all, kill
+
+GRACE_SECONDS = 60.0
+"""From an agent's deadline to the end of its group: closing environments, writing traces."""
+CALL_SECONDS = 30.0
+"""Longest that a host may take to accept or stop groups."""
 
 
 class AgentPool:
@@ -23,7 +30,9 @@ class AgentPool:
         self._hosts = [actor.remote(recipe, run_uri, run_attempt, name, engines) for name in names]
         self._names = [f"agent {name}" for name in names]
         self._start_timeout = recipe.engine.timeout_seconds
+        self._group_timeout = recipe.agent.timeout_seconds + GRACE_SECONDS
         self._host_of: dict[str, int] = {}
+        self._submitted_at: dict[str, float] = {}
         self._collectors: dict[tuple[str, int], asyncio.Task[list[Shard]]] = {}
 
     async def ready(self) -> None:
@@ -39,21 +48,24 @@ class AgentPool:
             host = min(range(len(loads)), key=loads.__getitem__)
             loads[host] += 1
             self._host_of[task.group_id] = host
+            self._submitted_at[task.group_id] = time.monotonic()
             by_host.setdefault(host, []).append(task)
         for host, chosen in by_host.items():
-            await call(self._names[host], self._hosts[host].submit.remote(table, chosen), self._start_timeout)
+            await call(self._names[host], self._hosts[host].submit.remote(table, chosen), CALL_SECONDS)
 
     async def collect(self, table: str) -> list[Shard]:
         """Shards that finished since the last call, from whichever host has some first.
 
-        There is no timeout here: how long a group may take is the agent's deadline, and a host that dies raises.
+        Raises WorkerError when a host died, or is silent about a group well past the agents' deadline: then its loop is
+        stuck, for example in an async method that blocks.
         """
         for index, host in enumerate(self._hosts):
             if (table, index) not in self._collectors:
                 waiting = call(self._names[index], host.collect.remote(table))
                 self._collectors[table, index] = asyncio.create_task(waiting)
         mine = {key: task for key, task in self._collectors.items() if key[0] == table}
-        await asyncio.wait(mine.values(), return_when=asyncio.FIRST_COMPLETED)
+        while not (await asyncio.wait(mine.values(), timeout=5.0, return_when=asyncio.FIRST_COMPLETED))[0]:
+            self._check_deadlines()
         shards: list[Shard] = []
         for key, task in mine.items():
             if task.done():
@@ -61,17 +73,30 @@ class AgentPool:
                 shards += task.result()
         for shard in shards:
             for group_id in shard.group_ids:
-                self._host_of.pop(group_id, None)
+                self._forget(group_id)
         return shards
+
+    def _check_deadlines(self) -> None:
+        for group_id, host in self._host_of.items():
+            seconds = time.monotonic() - self._submitted_at[group_id]
+            if seconds > self._group_timeout:
+                raise WorkerError(
+                    f"{self._names[host]}: no word of group {group_id} for {seconds:.0f} s, past the deadline "
+                    "agent.timeout_seconds; does an async method of the agent block?"
+                )
 
     async def cancel(self, group_ids: Sequence[str]) -> None:
         """Stop groups and abort their requests; nothing of them reaches the store."""
         by_host: dict[int, list[str]] = {}
         for group_id in group_ids:
-            if (host := self._host_of.pop(group_id, None)) is not None:
+            if (host := self._forget(group_id)) is not None:
                 by_host.setdefault(host, []).append(group_id)
         for host, chosen in by_host.items():
-            await call(self._names[host], self._hosts[host].cancel.remote(chosen), self._start_timeout)
+            await call(self._names[host], self._hosts[host].cancel.remote(chosen), CALL_SECONDS)
+
+    def _forget(self, group_id: str) -> int | None:
+        self._submitted_at.pop(group_id, None)
+        return self._host_of.pop(group_id, None)
 
     def close(self) -> None:
         for task in self._collectors.values():

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from schemas.errors import RecipeError
 from schemas.recipe import ModelConfig
 from stages.workers.device import Device
 
@@ -52,8 +53,23 @@ def build_policy(config: ModelConfig, device: Device) -> Sharded:
         trust_remote_code=config.trust_remote_code,
         distributed_setup=setup,
     )
+    if getattr(model, "state_dict_adapter", None) is not None:
+        raise RecipeError(
+            f"model.path: {config.path} keeps its weights under other names than its checkpoint, which refits cannot "
+            "translate yet; allowed: dense models such as Qwen3"
+        )
     model.train()
+    _switch_off_dropout(model)
     return Sharded(model, setup)
+
+
+def _switch_off_dropout(model: torch.nn.Module) -> None:
+    """The engine samples without dropout, so the trainer's log-probs must be without it too."""
+    for owner in (model.config, *model.modules()):
+        for name in [name for name in vars(owner) if name.endswith("dropout") and isinstance(vars(owner)[name], float)]:
+            setattr(owner, name, 0.0)
+        if isinstance(owner, torch.nn.Dropout):
+            owner.p = 0.0
 
 
 def clip_gradients(sharded: Sharded, max_norm: float, num_ranks: int) -> float:

@@ -19,7 +19,7 @@ async def call(peer: str, reference: Any, timeout_seconds: float | None = None) 
     except TimeoutError:
         raise WorkerError(f"{peer}: no answer within {timeout_seconds:g} s; it hangs or is overloaded") from None
     except RayActorError as death:
-        raise WorkerError(f"{peer}: its process died: {_first_lines(death)}") from None
+        raise WorkerError(f"{peer}: its process died: {_last_words(death)}") from None
     except RayTaskError as failure:
         cause = failure.cause
         if isinstance(cause, MoltflowError):
@@ -38,8 +38,9 @@ async def _await(reference: Any) -> Any:
     return await reference
 
 
-def _first_lines(error: BaseException) -> str:
-    return " ".join(str(error).split())[:400]
+def _last_words(error: BaseException) -> str:
+    """The end of the message: Ray puts the traceback first and what went wrong last."""
+    return " ".join(str(error).split())[-800:]
 
 
 def kill(actor: Any) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import shutil
+import tempfile
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -35,7 +37,7 @@ async def open_cluster(recipe: RLRecipe, run_uri: str, run_attempt: int) -> Asyn
     """Everything ready, and engines and trainer connected; all of it is gone afterwards, whatever happened."""
     device = select_device(recipe.device)
     async with _open_ray(device):
-        engines = EnginePool(recipe, device)
+        engines = EnginePool(recipe, device, run_attempt)
         trainer = TrainerGroup(recipe, device, run_uri)
         agents = AgentPool(recipe, run_uri, run_attempt, engines.actors)
         try:
@@ -86,12 +88,13 @@ async def _open_ray(device: Device) -> AsyncIterator[None]:
         }
     )
     started_here = not ray.is_initialized()
+    sockets = tempfile.mkdtemp(prefix="moltflow-")
     if started_here:
         await asyncio.to_thread(
             ray.init,
             logging_level=logging.ERROR,
             log_to_driver=bool(os.environ.get("MOLTFLOW_WORKER_LOGS")),
-            runtime_env={"env_vars": device.env},
+            runtime_env={"env_vars": device.env | {"VLLM_RPC_BASE_PATH": sockets}},
             **local,
         )
     try:
@@ -99,3 +102,4 @@ async def _open_ray(device: Device) -> AsyncIterator[None]:
     finally:
         if started_here:
             ray.shutdown()
+        shutil.rmtree(sockets, ignore_errors=True)

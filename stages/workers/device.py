@@ -19,7 +19,7 @@ COMMON_ENV = {
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",
     "TRANSFORMERS_VERBOSITY": "error",
     "PYTHONWARNINGS": "ignore",
-    "PYTHONPATH": f"{CODE_ROOT}{os.pathsep}{os.getcwd()}",
+    "PYTHONPATH": os.pathsep.join([str(CODE_ROOT), os.getcwd(), *filter(None, [os.environ.get("PYTHONPATH")])]),
 }
 
 

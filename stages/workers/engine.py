@@ -11,6 +11,7 @@ busy the engine is and not on the number of rollouts:
 from __future__ import annotations
 
 import asyncio
+import random
 from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
@@ -23,7 +24,7 @@ from schemas.types import GenerateRequest, Generation
 from stages.workers.device import Device
 
 
-def engine_arguments(recipe: RLRecipe, device: Device, index: int) -> dict[str, Any]:
+def engine_arguments(recipe: RLRecipe, device: Device, index: int, run_attempt: int) -> dict[str, Any]:
     """Arguments of vLLM's AsyncEngineArgs: the device's, then the recipe's, then `engine.args`."""
     arguments = device.engine_args | {
         "model": recipe.model.path,
@@ -31,7 +32,7 @@ def engine_arguments(recipe: RLRecipe, device: Device, index: int) -> dict[str, 
         "trust_remote_code": recipe.model.trust_remote_code,
         "max_model_len": recipe.agent.max_context_tokens,
         "max_num_seqs": recipe.engine.max_num_seqs,
-        "seed": recipe.run.seed + index,
+        "seed": random.Random(f"{recipe.run.seed}-{index}-{run_attempt}").getrandbits(31),
         "logprobs_mode": "processed_logprobs",  # what was sampled from: temperature included
         "worker_extension_cls": "stages.workers.engine_extension.EngineExtension",
         "weight_transfer_config": {"backend": device.weight_transfer},
@@ -44,11 +45,11 @@ def engine_arguments(recipe: RLRecipe, device: Device, index: int) -> dict[str, 
 
 
 class EngineWorker:
-    def __init__(self, recipe: RLRecipe, device: Device, index: int) -> None:
+    def __init__(self, recipe: RLRecipe, device: Device, index: int, run_attempt: int) -> None:
         from vllm import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 
-        arguments = engine_arguments(recipe, device, index)
+        arguments = engine_arguments(recipe, device, index, run_attempt)
         try:
             engine_args = AsyncEngineArgs(**arguments)
         except TypeError as unknown:

@@ -17,11 +17,11 @@ STOP_SECONDS = 10.0
 
 
 class EnginePool:
-    def __init__(self, recipe: RLRecipe, device: Device) -> None:
+    def __init__(self, recipe: RLRecipe, device: Device, run_attempt: int) -> None:
         args = recipe.engine.args
         num_gpus = device.num_gpus * args.get("tensor_parallel_size", 1) * args.get("pipeline_parallel_size", 1)
         actor = ray.remote(EngineWorker).options(num_cpus=device.num_cpus, num_gpus=num_gpus)
-        self.actors = [actor.remote(recipe, device, index) for index in range(recipe.engine.num_engines)]
+        self.actors = [actor.remote(recipe, device, index, run_attempt) for index in range(recipe.engine.num_engines)]
         self._names = [f"engine {index}" for index in range(len(self.actors))]
         self._start_timeout = recipe.engine.timeout_seconds
         self._refit_timeout = recipe.refit.timeout_seconds

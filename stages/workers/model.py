@@ -6,6 +6,7 @@ the denominator over all ranks. Every rank runs the same number of microbatches.
 
 from __future__ import annotations
 
+import math
 import os
 import random
 import socket
@@ -18,11 +19,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from schemas.errors import StoreError
+from schemas.errors import StoreError, TrainingDiverged
 from schemas.recipe import CorrectionConfig, Recipe, RLRecipe, SFTRecipe
 from stages.algorithms.correction import correction_weights, log_ratio, mismatch_sums
 from stages.algorithms.logprobs import token_logprobs
-from stages.algorithms.losses import policy_gradient, token_mean
+from stages.algorithms.losses import LOSSES, policy_gradient, token_mean
 from stages.algorithms.masks import action_mask
 from stages.algorithms.microbatches import plan_microbatches
 from stages.workers.automodel import build_policy, clip_gradients
@@ -44,6 +45,7 @@ class ModelWorker:
         self._run_uri = run_uri
         self._max_tokens = recipe.trainer.max_tokens_per_microbatch
         self._sender: GlooSender | NcclSender | None = None
+        self._policy_loss = LOSSES[recipe.loss.type] if isinstance(recipe, RLRecipe) else policy_gradient
 
     def free_address(self) -> tuple[str, int]:
         """An address on this rank's machine where ranks or engines can meet."""
@@ -125,30 +127,30 @@ class ModelWorker:
         plan = plan_microbatches([len(row.token_ids) for row in chosen], self._num_ranks, self._max_tokens)
         mine = [(row, microbatch) for row, (rank, microbatch) in zip(chosen, plan, strict=True) if rank == self._rank]
         off = CorrectionConfig(level="off")
-        return self._optimize([row for row, _ in mine], [microbatch for _, microbatch in mine], off, 1.0)
+        metrics = self._optimize([row for row, _ in mine], [microbatch for _, microbatch in mine], off, 1.0)
+        return {name: value for name, value in metrics.items() if name.startswith("train/")}  # nothing was sampled
 
     def _optimize(
         self, rows: Sequence[TrainRow], plan: Sequence[int], correction: CorrectionConfig, temperature: float
     ) -> dict[str, float]:
-        """One optimizer step over all ranks' rows; a batch without any signal leaves the weights as they are."""
+        """One optimizer step over all ranks' rows. A batch without any gradient leaves the weights as they are; one
+        with a gradient that is not finite raises TrainingDiverged before it touches them."""
         start = time.perf_counter()
         totals = self._reduce(_totals(rows, plan), maxima=("microbatches", "max_lag"))
         sums = {"loss": 0.0, "kept": 0.0, "abs": 0.0, "k3": 0.0, "logprob": 0.0, "max_abs": 0.0}
-        with torch.set_grad_enabled(totals["signal"] > 0):
-            for index in range(int(totals["microbatches"])):
-                chosen = [row for row, microbatch in zip(rows, plan, strict=True) if microbatch == index]
-                batch = collate(chosen, self._torch_device)
-                loss = self._loss(batch, correction, temperature, totals["trained"], sums)
-                if totals["signal"] > 0:
-                    loss.backward()
+        for index in range(int(totals["microbatches"])):
+            chosen = [row for row, microbatch in zip(rows, plan, strict=True) if microbatch == index]
+            batch = collate(chosen, self._torch_device)
+            self._loss(batch, correction, temperature, totals["trained"], sums).backward()
         sums = self._reduce(sums, maxima=("max_abs",))
-        grad_norm = 0.0
         learning_rate = self._schedule.get_last_lr()[0]
-        if totals["signal"] > 0:
-            grad_norm = clip_gradients(self._sharded, self._recipe.trainer.optimizer.max_grad_norm, self._num_ranks)
+        grad_norm = clip_gradients(self._sharded, self._recipe.trainer.optimizer.max_grad_norm, self._num_ranks)
+        if not math.isfinite(grad_norm):
+            raise TrainingDiverged(f"the gradient norm is {grad_norm} (loss {sums['loss']}); the weights are unchanged")
+        if grad_norm > 0:
             self._optimizer.step()
             self._schedule.step()
-            self._optimizer.zero_grad(set_to_none=True)
+        self._optimizer.zero_grad(set_to_none=True)
         return _metrics(totals, sums, grad_norm, learning_rate, time.perf_counter() - start)
 
     def _loss(
@@ -162,7 +164,7 @@ class ModelWorker:
         logprobs = token_logprobs(self._logits(batch), batch.token_ids, temperature)
         ratio_log = log_ratio(logprobs, batch.rollout_logprobs, batch.trained)
         weights = correction_weights(ratio_log, correction.level, correction.low, correction.high)
-        loss = token_mean(policy_gradient(logprobs, batch.advantages, weights), batch.trained, denominator)
+        loss = token_mean(self._policy_loss(logprobs, batch.advantages, weights), batch.trained, denominator)
         mismatch = mismatch_sums(ratio_log, batch.trained)
         sums["loss"] += float(loss.detach())
         sums["kept"] += float(((weights > 0) & batch.trained).sum())
@@ -275,7 +277,6 @@ def _totals(rows: Sequence[TrainRow], plan: Sequence[int]) -> dict[str, float]:
         "trained": float(sum(int(row.mask.trained.sum()) for row in rows)),
         "lag": float(sum(int(row.mask.lag[row.mask.trained].sum()) for row in rows)),
         "max_lag": float(max((int((row.mask.lag * row.mask.trained).max()) for row in rows), default=0)),
-        "signal": float(sum(abs(row.advantage) * int(row.mask.trained.sum()) for row in rows)),
         "microbatches": float(max(plan, default=-1) + 1),
     }
 
@@ -288,7 +289,7 @@ def _metrics(
         "train/loss": sums["loss"],
         "train/grad_norm": grad_norm,
         "train/learning_rate": learning_rate,
-        "train/updated": float(totals["signal"] > 0),
+        "train/updated": float(grad_norm > 0),
         "train/logprob_mean": sums["logprob"] / trained,
         "train/rows": totals["rows"],
         "train/tokens": totals["tokens"],

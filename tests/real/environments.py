@@ -16,12 +16,9 @@ class Parity(Env):
         self._delay_seconds = delay_seconds
         self._turns = 0
 
-    def reset(self, state: dict[str, Any]) -> None:
-        self._random = random.Random(state["seed"])
-
     async def step(self, state: dict[str, Any]) -> Result:
         self._turns += 1
-        await asyncio.sleep(self._delay_seconds * self._random.lognormvariate(-0.5, 1.0))
+        await asyncio.sleep(self._delay_seconds * random.lognormvariate(-0.5, 1.0))
         reward = float(sum(state["action_text"].encode()) % 2)
         return Result(reward=reward, observation="again", terminated=self._turns == 2)
 

@@ -18,7 +18,7 @@ from stages.prompts import prompt_stream, read_prompts
 from stages.rollout import rollout
 from stages.window import Window
 from stages.workers.agent_pool import AgentPool
-from stages.workers.cluster import Cluster
+from stages.workers.cluster import Cluster, open_trainer
 from storage.batches import Outcomes
 from storage.runs import RunFolder
 from storage.traces import Traces
@@ -75,6 +75,23 @@ async def _first_batch(opened: Cluster, recipe: RLRecipe, folder: RunFolder, sta
             await stream
     finally:
         agents.close()
+
+
+async def test_a_trainer_rank_or_an_agent_host_that_is_killed_is_named_within_seconds(cluster: Opened) -> None:
+    opened, recipe, folder = cluster
+    agents = AgentPool(recipe, folder.uri, 0, opened.engines.actors)
+    await agents.ready()
+    waiting = asyncio.create_task(agents.collect("traces"))
+    await asyncio.sleep(0)
+    os.kill(await _pid(agents._hosts[0]), signal.SIGKILL)
+    with pytest.raises(WorkerError, match="agent host0: its process died"):
+        await asyncio.wait_for(waiting, timeout=30)
+    agents.close()
+
+    async with open_trainer(recipe, folder.uri) as trainer:
+        os.kill(await _pid(trainer._actors[0]), signal.SIGKILL)
+        with pytest.raises(WorkerError, match="trainer rank 0: its process died"):
+            await asyncio.wait_for(trainer.train(0), timeout=30)
 
 
 async def test_an_engine_that_is_killed_is_noticed_and_leaves_no_process(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import signal
 import time
 from collections.abc import Callable
@@ -64,7 +65,7 @@ def delayed_run(make_recipe: Callable[..., RLRecipe]) -> tuple[RLRecipe, RunFold
             "batch_groups": 7,
             "group_size": 3,
             "sampling": {"max_tokens": 8},
-        },  # 21 rows: two ranks can't halve them
+        },
         window={"max_policy_lag": 1, "groups_in_flight": 20},
         max_steps=8,
     )
@@ -80,23 +81,32 @@ def test_a_run_with_random_delays_keeps_the_bound_and_every_trained_token_is_in_
     assert sum(result["shares"].values()) == pytest.approx(1)
 
     lines = read_metrics(run)
-    assert [line["step"] for line in lines] == list(range(1, 9))
-    assert max(line["train/lag_max"] for line in lines) <= 1
+    assert [line["step"] for line in lines] == list(range(8))
     assert all("mismatch/abs_mean" in line and "correction/masked_token_share" in line for line in lines)
     assert sum(line["train/updated"] for line in lines) >= 4
     assert _ledger_adds_up(run)["trained"] == 8 * 7
 
     renderer = ChatRenderer(recipe.model.path)
-    versions = set()
-    for step in Batches(run.uri).steps():
-        record = Batches(run.uri).read(step)
-        table = Traces(run.uri).table
+    table = Traces(run.uri).table
+    crossed = 0
+    for line in lines:
+        record = Batches(run.uri).read(line["step"])
         rows = table.take([row["trace_row"] for row in record], table.schema.names)
+        lags = [_lags(row, line["step"]) for row in rows]
+        assert min(lag for of_row in lags for lag in of_row) >= 0
+        within = [lag for of_row in lags for lag in of_row if lag <= 1]
+        assert line["train/trained_tokens"] == len(within), "exactly the sampled tokens within the bound are trained"
+        assert line["train/lag_max"] == max(within, default=0)
+        crossed += sum(len(set(of_row)) > 1 for of_row in lags)
         for row in rows:
-            versions |= {span["version"] for span in row["spans"]}
-            assert all(span["version"] <= step for span in row["spans"])
             _is_token_exact(row, renderer)
-    assert len(versions) >= 6
+    assert crossed > 0, "some rollouts went on under new weights"
+    assert sum(line["train/stale_token_share"] for line in lines) > 0, "some tokens were past the bound"
+
+
+def _lags(row: dict[str, Any], step: int) -> list[int]:
+    """Refits between sampling and training, by sampled token."""
+    return [step - span["version"] for span in row["spans"] for _ in range(span["start"], span["end"])]
 
 
 def _is_token_exact(row: dict[str, Any], renderer: ChatRenderer) -> None:
@@ -127,47 +137,75 @@ async def test_two_ranks_train_the_same_stored_batches_to_the_same_losses_as_one
     recipe, run, _ = delayed_run
     losses = {}
     for num_ranks in (1, 2):
-        trainer_config = recipe.trainer.model_copy(update={"num_ranks": num_ranks})
+        # small microbatches, so that the ranks have several and not equally many
+        trainer_config = recipe.trainer.model_copy(update={"num_ranks": num_ranks, "max_tokens_per_microbatch": 100})
         async with open_trainer(recipe.model_copy(update={"trainer": trainer_config}), run.uri) as trainer:
             losses[num_ranks] = [(await trainer.train(step))["train/loss"] for step in range(5)]
     assert losses[1] == pytest.approx(losses[2], abs=1e-5)
     live = [line["train/loss"] for line in read_metrics(run)[:5]]
-    assert losses[1] == live, "training from the store is what the live run did, bit for bit"
+    assert losses[1] == pytest.approx(live, abs=1e-5), "training from the store is what the live run did"
     assert any(abs(loss) > 1e-3 for loss in live)
 
 
-def test_a_killed_run_resumes_from_its_checkpoint_and_engine_and_trainer_agree_after_refits(
-    make_recipe: Callable[..., RLRecipe],
+@pytest.mark.chaos
+@pytest.mark.timeout(0)
+def test_a_run_that_is_stopped_and_killed_goes_on_as_if_nothing_had_happened(
+    make_recipe: Callable[..., RLRecipe], runs: int
 ) -> None:
-    """On policy, in float32: whatever the engine sampled, the trainer computes the same log-probs, after any refit."""
-    recipe = make_recipe(
-        "killed", window={"max_policy_lag": 0}, correction={"level": "off"}, checkpoint={"every": 3}, max_steps=7
-    )
-    path, run = _write(recipe)
-    first = moltflow("train", path, start_new_session=True)
-    _wait_for_step(run, 5)
-    os.kill(first.pid, signal.SIGKILL)
-    first.communicate()
-    before = {line["step"]: line for line in read_metrics(run)}
+    """SIGTERM, then SIGKILL at a random moment, then to the end. On policy and in float32, so that engine and trainer
+    must agree about every token after any refit; rollouts share requests, and the temperature is not 1.
 
-    result = _finish(path)
-    assert result["step"] == 7
-    assert run.read_json("provenance.json")["attempts"][1]
+    Long form: `.venv/bin/pytest -m chaos --runs 40`.
+    """
+    for index in range(runs):
+        recipe = make_recipe(
+            f"killed-{index}",
+            agent={"entry": "tests.real.environments:Parity", "max_context_tokens": 64, "max_turns": 1},
+            rollout={"batch_groups": 8, "group_size": 4, "sampling": {"max_tokens": 8, "temperature": 0.7}},
+            window={"max_policy_lag": 0},
+            correction={"level": "off"},
+            checkpoint={"every": 3},
+            max_steps=9,
+        )
+        path, run = _write(recipe)
+        choose = random.Random(index)
+        stopped = moltflow("train", path)
+        _wait_for_step(run, choose.randrange(1, 3))
+        stopped.terminate()
+        _, err = stopped.communicate(timeout=60)
+        assert stopped.returncode == 130, err[-2000:]
+        killed = moltflow("train", path)
+        _wait_for_step(run, choose.randrange(5, 8))
+        time.sleep(choose.random())
+        os.kill(killed.pid, signal.SIGKILL)
+        killed.communicate()
+        assert _finish(path)["step"] == 9
+        _is_one_history(run)
+
+
+def _is_one_history(run: RunFolder) -> None:
+    """Every batch was trained once in the history of the weights, and the replayed ones came out bit for bit."""
     lines = read_metrics(run)
-    assert [line["step"] for line in lines] == list(range(1, 8))
-    assert {line["run_attempt"] for line in lines} == {0, 1}
-    assert _ledger_adds_up(run)["trained"] == 7 * 8
-    assert len(before) >= 5, "batches 4 and 5 were trained after the checkpoint, so the resume trained them again"
-    assert sum(line["train/updated"] for line in lines) >= 4
+    assert [line["step"] for line in lines] == list(range(9))
+    assert len(run.read_json("provenance.json")["attempts"]) == 3
+    assert _ledger_adds_up(run)["trained"] == 9 * 8
+    both = [line for line in lines if "replayed/train/loss" in line and "train/loss" in line]
+    assert len(both) >= 2, "batches after the last checkpoint are trained again"
+    for line in both:
+        for name in ("train/loss", "train/grad_norm", "mismatch/abs_max"):
+            assert line[name] == line[f"replayed/{name}"], (line["step"], name)
+    assert sum(line.get("train/updated", 0) for line in lines) >= 5
     for line in lines:
-        assert line["mismatch/abs_max"] < 1e-4, line
-        assert line["train/lag_max"] == 0
+        prefix = "" if "train/loss" in line else "replayed/"
+        assert line[f"{prefix}mismatch/abs_max"] < 1e-4, line
+        assert line[f"{prefix}train/stale_token_share"] == 0
 
 
 def _wait_for_step(run: RunFolder, step: int) -> None:
+    """Until batch `step` is trained."""
     deadline = time.monotonic() + 300
     while time.monotonic() < deadline:
-        if len(read_metrics(run)) >= step:
+        if any(line["step"] >= step and "train/loss" in line for line in read_metrics(run)):
             return
         time.sleep(0.1)
     raise AssertionError(f"the run did not reach step {step}")
