@@ -87,13 +87,13 @@ def runs_ls(root: Root = "runs") -> None:
 
     table = Table("run", "starts", "steps", "reward", "s/step")
     for run in find_runs(root):
-        lines = read_metrics(run)
+        lines = [line for line in read_metrics(run) if "train/loss" in line]
         last = lines[-1] if lines else {}
         starts = len((run.read_json("provenance.json") or {})["attempts"])
         table.add_row(
             run.name,
             str(starts),
-            str(last.get("step", 0)),
+            str(len(lines)),
             _number(last.get("rollout/reward_mean")),
             _number(last.get("step/seconds")),
         )
@@ -112,9 +112,9 @@ def runs_show(name: str, root: Root = "runs") -> None:
     run = _find(root, name)
     console = Console()
     console.print(f"[bold]{run.uri}[/]")
-    lines = read_metrics(run)
+    lines = [line for line in read_metrics(run) if "train/loss" in line]
     if lines:
-        table = Table("metric", "last batch")
+        table = Table("metric", f"batch {lines[-1]['step']}")
         for key in sorted(set(lines[-1]) - {"time"}):
             table.add_row(key, _number(lines[-1][key]))
         console.print(table)
@@ -141,7 +141,7 @@ def traces_show(
         raise MoltflowError(f"{run.uri}: has no traces; only RL runs do")
     conditions = [where] if where else []
     if step is not None:
-        rows = [str(row["trace_row"]) for row in Batches(run.uri).read(step)][:limit]
+        rows = [str(row["trace_row"]) for row in Batches(run.uri).read(step)]
         conditions.append(f"_rowid IN ({', '.join(rows)})" if rows else "false")
     table = Traces(run.uri).table.read(where=" AND ".join(f"({c})" for c in conditions) or None, limit=limit)
     console = Console()
@@ -157,14 +157,19 @@ def _rollout_text(row: dict[str, Any]) -> Text:
         f"{row['oldest_version']}-{row['newest_version']}  {row['num_sampled']} of {row['num_tokens']} tokens\n"
     )
     if row["error"]:
-        text.append(f"  {row['error']}\n", style="red")
+        text.append(f"  {_printable(row['error'])}\n", style="red")
     for message in json.loads(row["messages"]):
         text.append(f"  {message['role']}: ", style="cyan")
-        text.append(f"{message.get('content')}\n")
+        text.append(f"{_printable(str(message.get('content')))}\n")
     for span in row["spans"]:
         logprobs = " ".join(f"{value:.2f}" for value in row["logprobs"][span["start"] : span["end"]])
         text.append(f"  turn {span['turn']} at version {span['version']}: log-probs {logprobs}\n", style="dim")
     return text
+
+
+def _printable(text: str) -> str:
+    """Without control characters: what a model said must not steer the terminal."""
+    return "".join(c if c.isprintable() or c in "\n\t" else ascii(c)[1:-1] for c in text)
 
 
 def _find(root: str, name: str) -> Any:

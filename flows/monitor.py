@@ -70,6 +70,7 @@ class Monitor:
             seconds = self._clock() - start
             if part is None:
                 self._apart += seconds
+                self._step_started += seconds
             else:
                 self._seconds[part] += seconds
 

@@ -125,7 +125,8 @@ async def open_run(recipe: RLRecipe) -> AsyncIterator[Run]:
         with _ending_on_signals(), run.monitor.showing():
             async with open_cluster(recipe, folder.uri, folder.attempt) as cluster:
                 run.attach(cluster)
-                yield run
+                with _ending_on_signals():
+                    yield run
     finally:
         folder.close()
 
@@ -150,15 +151,17 @@ async def open_sft_run(recipe: SFTRecipe) -> AsyncIterator[SFTRun]:
     try:
         with _ending_on_signals(), monitor.showing():
             async with open_trainer(recipe, folder.uri) as trainer:
-                yield SFTRun(recipe, folder, trainer, monitor)
+                with _ending_on_signals():
+                    yield SFTRun(recipe, folder, trainer, monitor)
     finally:
         folder.close()
 
 
 @contextmanager
 def _ending_on_signals() -> Iterator[None]:
-    """SIGTERM and Ctrl-C cancel the flow, so that everything is closed in order. Installed last: Ray and Prefect bring
-    handlers of their own."""
+    """SIGTERM and Ctrl-C cancel the flow, so that everything is closed in order; a second one ends the process at once.
+
+    Installed before the start-up and again after it: Ray and Prefect bring handlers of their own."""
     loop, flow = asyncio.get_running_loop(), asyncio.current_task()
     assert flow is not None
     signals = (signal.SIGTERM, signal.SIGINT)

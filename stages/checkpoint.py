@@ -30,7 +30,7 @@ async def checkpoint(step: int, trainer: Trainer, checkpoints: Checkpoints, tabl
 async def restore(trainer: Trainer, checkpoints: Checkpoints, batches: Batches, report: Report) -> int:
     """Bring the trainer to the last committed batch; returns how many batches it has trained.
 
-    `report` gets the step after each batch and its metrics: the line of a batch that a kill interrupted is not there.
+    `report` gets each step and its metrics, which are those of the first time: the weights are the same.
 
     Raises StoreError when a batch between the checkpoint and the last one is missing.
     """
@@ -38,9 +38,8 @@ async def restore(trainer: Trainer, checkpoints: Checkpoints, batches: Batches, 
     for stored in await asyncio.to_thread(batches.steps, step):
         if stored != step:
             raise StoreError(f"batch {step} is missing from the store, but batch {stored} is there")
-        metrics = await trainer.train(step)
+        report(step, await trainer.train(step))
         step += 1
-        report(step, metrics)
     return step
 
 

@@ -165,7 +165,9 @@ def _provenance(recipe: Recipe) -> dict[str, Any]:
 def _changes(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
     """What differs between two starts of a run beyond `MAY_CHANGE`, a line each."""
     old, new = (dict(_flat(start["recipe"])) for start in (before, now))
-    keys = [key for key in sorted(old.keys() | new.keys()) if not key.startswith(MAY_CHANGE)]
+    follows_max_steps = old.get("trainer.optimizer.schedule.type") != "constant"
+    may_change = tuple(key for key in MAY_CHANGE if not (key == "max_steps" and follows_max_steps))
+    keys = [key for key in sorted(old.keys() | new.keys()) if not key.startswith(may_change)]
     changes = [f"{key}: {old.get(key)} -> {new.get(key)}" for key in keys if old.get(key) != new.get(key)]
     if not changes:  # other files would differ because they are others
         old, new = before["hashes"], now["hashes"]

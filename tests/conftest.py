@@ -6,9 +6,7 @@ import pytest
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption(
-        "--runs", type=int, default=1, help="runs of each chaos test: 1 in `make test`, more for the long form"
-    )
+    parser.addoption("--runs", type=int, default=1, help="runs of each chaos test; the long form has more")
 
 
 @pytest.fixture

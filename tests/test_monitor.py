@@ -67,3 +67,13 @@ def test_metrics_of_an_evaluation_and_of_a_replay_join_the_line_of_their_own_ste
     assert (first["step"], first["evaluate/reward_mean"], first["window/places"]) == (0, 0.25, 3.0)
     assert (first["step/seconds"], first["step/tokens_per_second"], first["replayed/train/loss"]) == (10.0, 5.0, 1.5)
     assert (second["step"], second["evaluate/reward_mean"]) == (1, 0.5)
+
+
+def test_the_seconds_of_a_batch_leave_out_the_evaluation_before_it(folder: RunFolder) -> None:
+    clock = Clock()
+    monitor = Monitor(folder, 10, clock)
+    monitor.start_loop(0)
+    with monitor.measure(None):
+        clock.now += 30
+    batch(monitor, clock, 0)
+    assert read_metrics(folder)[0]["step/seconds"] == 10

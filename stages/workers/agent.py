@@ -131,13 +131,19 @@ class EngineClient:
         try:
             return await future
         except asyncio.CancelledError:
-            self._engine.abort.remote([request_id])
+            unsent = [request for request in self._unsent if request.request_ids == (request_id,)]
+            for request in unsent:
+                self._unsent.remove(request)
+            if not unsent:
+                self._engine.abort.remote([request_id])
             raise
         finally:
             self._waiting.pop(request_id, None)
 
     def _send(self) -> None:
         requests, self._unsent = self._unsent, []
+        if not requests:
+            return
         self._engine.submit.remote(self._name, _merged(requests) if self._merge else requests)
 
     async def _collect(self) -> None:
