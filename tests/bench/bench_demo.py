@@ -1,5 +1,5 @@
-"""The demo with three seeds: held-out exact match must rise from under 0.25 to at least 0.6 each time, and orchestration
-must stay within 5 % of the critical path. Ends with one line of JSON, and with exit code 1 if one of them does not hold.
+"""The demo with three seeds: held-out exact match must rise from under 0.25 to at least 0.6 each time, and
+orchestration must stay within 5 % of the critical path. Ends with one line of JSON; exit code 1 if that does not hold.
 
     make bench BENCH=demo
 """
