@@ -32,7 +32,7 @@ class Monitor:
         self.steps = 0
         self._progress = Progress(
             TextColumn("[bold]{task.description}"),
-            BarColumn(),
+            BarColumn(bar_width=12),
             MofNCompleteColumn(),
             TextColumn("{task.fields[line]}"),
             TimeRemainingColumn(),
@@ -125,14 +125,7 @@ def current_monitor() -> Monitor:
 
 
 def _line(line: Mapping[str, float]) -> str:
-    parts = []
-    for label, name, form in (
-        ("reward", "rollout/reward_mean", ".3f"),
-        ("loss", "train/loss", ".4f"),
-        ("lag", "train/lag_mean", ".2f"),
-        ("tok/s", "step/tokens_per_second", ",.0f"),
-        ("s/step", "step/seconds", ".2f"),
-    ):
-        if name in line:
-            parts.append(f"{label} {line[name]:{form}}")
-    return "  ".join(parts)
+    """What fits beside the bar in 80 columns: the reward where there is one, else the loss."""
+    first = ("reward", "rollout/reward_mean", ".3f") if "rollout/reward_mean" in line else ("loss", "train/loss", ".4f")
+    shown = (first, ("lag", "train/lag_mean", ".2f"), ("tok/s", "step/tokens_per_second", ",.0f"))
+    return "  ".join(f"{label} {line[name]:{form}}" for label, name, form in shown if name in line)
