@@ -195,6 +195,7 @@ def test_ctrl_c_and_termination_do_not_end_the_guard(start_driver):
     driver, facts = start_driver(
         """
 import signal
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background is born deaf to it
 deaf = subprocess.Popen([sys.executable, "-c", "import signal, time; signal.signal(2, signal.SIG_IGN); "
                          "print(flush=True); time.sleep(600)"], stdout=subprocess.PIPE)
 deaf.stdout.readline()

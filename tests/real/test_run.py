@@ -198,7 +198,7 @@ def _is_one_history(run: RunFolder) -> None:
     for line in lines:
         prefix = "" if "train/loss" in line else "replayed/"
         assert line[f"{prefix}mismatch/abs_max"] < 1e-4, line
-        assert line[f"{prefix}train/stale_token_share"] == 0
+        assert line[f"{prefix}train/lag_max"] == 0
 
 
 def _wait_for_step(run: RunFolder, step: int) -> None:
