@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from schemas.errors import MoltflowError
@@ -59,7 +59,7 @@ def recipe_show(
     if not explain:
         typer.echo(dump_recipe(recipe), nl=False)
         return
-    table = Table("key", "type", "default", "meaning")
+    table = Table(Column("key", overflow="fold", min_width=36), "type", "default", "meaning")
     for field in describe(type(recipe)):
         table.add_row(field.key, field.type, field.default, field.doc)
     Console().print(table)

@@ -14,7 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from schemas.recipe import RLRecipe, SFTRecipe
+from stages.agents.contract import load_agent
+from stages.prompts import read_prompts
 from stages.workers.guard import Guard, start_guard
+from storage.runs import check_model
 
 QUIET = {
     "PREFECT_LOGGING_LEVEL": "ERROR",
@@ -56,6 +59,16 @@ def run_recipes(recipes: Sequence[RLRecipe | SFTRecipe]) -> list[dict[str, Any]]
         raise KeyboardInterrupt from None
 
 
+def check_files(recipe: RLRecipe | SFTRecipe) -> None:
+    """Raise RecipeError for what the recipe names and is not there, before anything slow is started."""
+    check_model(recipe.model.path)
+    if isinstance(recipe, RLRecipe):
+        load_agent(recipe.agent.entry)
+        for path in (recipe.prompts.path, recipe.evaluate.path if recipe.evaluate else None):
+            if path is not None:
+                read_prompts(recipe.prompts, path)
+
+
 def _close(guard: Guard) -> None:
     for line in guard.close():
         print(f"moltflow: {line}", file=sys.stderr)
@@ -63,6 +76,7 @@ def _close(guard: Guard) -> None:
 
 def _run(recipe: RLRecipe | SFTRecipe) -> dict[str, Any]:
     started_at = time.time()
+    check_files(recipe)
     if isinstance(recipe, RLRecipe):
         from flows.train_rl import train_rl
 

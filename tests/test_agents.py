@@ -653,7 +653,9 @@ def test_a_tokenizer_without_a_template_is_refused(model_folder: Path, tmp_path:
 
 def test_an_agent_is_named_by_module_or_file(tmp_path: Path) -> None:
     file = tmp_path / "mine.py"
-    file.write_text("from stages.agents import Env\nclass Mine(Env): pass\nclass Other: pass\n")
+    file.write_text(
+        "from stages.agents import Env\nclass Mine(Env):\n    def step(self, state): pass\nclass Other: pass\n"
+    )
     assert load_agent("recipes.quickstart.agent:SortDigits").__name__ == "SortDigits"
     assert load_agent(f"{file}:Mine").__name__ == "Mine"
     for entry, error in {
@@ -680,3 +682,20 @@ def test_messages_are_copied_and_must_be_plain_json() -> None:
     assert given == [{"role": "user", "content": ["a"]}]
     assert json.dumps(as_messages("x")) == '[{"role": "user", "content": "x"}]'
     assert issubclass(AgentError, MoltflowError)
+
+
+@pytest.mark.parametrize(
+    ("source", "says"),
+    [
+        ("def broken(:", "SyntaxError"),
+        ("import a_module_that_is_not_there", "ModuleNotFoundError"),
+        ("import sys; sys.exit(7)", "SystemExit: 7"),
+        ("from stages.agents import Env\nclass Agent(Env): pass", "defines no step"),
+        ("Agent = 3", "allowed: a subclass of stages.agents.Env"),
+    ],
+)
+def test_an_agent_file_that_cannot_be_used_is_refused_by_its_key(tmp_path: Path, source: str, says: str) -> None:
+    path = tmp_path / "agent.py"
+    path.write_text(source)
+    with pytest.raises(RecipeError, match=rf"^agent\.entry: .*{says}"):
+        load_agent(f"{path}:Agent")

@@ -79,14 +79,16 @@ def load_agent(entry: str) -> type[Env]:
     agent = getattr(module, name)
     if not (isinstance(agent, type) and issubclass(agent, Env)):
         raise RecipeError(f"agent.entry: {entry} is {agent!r}; allowed: a subclass of stages.agents.Env")
+    if agent.step is Env.step:
+        raise RecipeError(f"agent.entry: {entry} defines no step(state); allowed: an Env that does")
     return agent
 
 
 def _import(module: str) -> ModuleType:
     try:
         return importlib.import_module(module)
-    except ImportError as failure:
-        raise RecipeError(f"agent.entry: cannot import {module!r}: {failure}") from failure
+    except (Exception, SystemExit) as failure:  # user code may do anything at import
+        raise RecipeError(f"agent.entry: cannot import {module!r}: {type(failure).__name__}: {failure}") from failure
 
 
 def _load_file(path: Path) -> ModuleType:
@@ -98,7 +100,10 @@ def _load_file(path: Path) -> ModuleType:
         raise RecipeError(f"agent.entry: {path} is not a Python file")
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
-    spec.loader.exec_module(module)
+    try:
+        spec.loader.exec_module(module)
+    except (Exception, SystemExit) as failure:  # user code may do anything at import
+        raise RecipeError(f"agent.entry: cannot run {path}: {type(failure).__name__}: {failure}") from failure
     return module
 
 
