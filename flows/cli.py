@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import sys
 from typing import Annotated, Any
 
 import typer
@@ -28,10 +30,12 @@ Root = Annotated[str, typer.Option(help="Folder or URI that holds the run folder
 
 def main() -> None:
     """Entry point: errors that moltflow raises on purpose are messages, not tracebacks."""
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())  # recipes name agents by module, as seen from where the command is given
     try:
         app()
     except MoltflowError as error:
-        Console(stderr=True).print(Text(f"{type(error).__name__}: {error}", style="red"))
+        Console(stderr=True).print(Text(f"{type(error).__name__}: {error}", style="red"), soft_wrap=True)
         raise SystemExit(1) from None
     except KeyboardInterrupt:
         raise SystemExit(130) from None
@@ -67,8 +71,11 @@ def recipe_show(
 
 @recipe_app.command("check")
 def recipe_check(arguments: RecipeArguments) -> None:
-    """Say whether a recipe is right, and everything that is wrong with it."""
+    """Say whether a recipe is right, and everything that is wrong with it; then whether what it names is there."""
+    from flows.inputs import read_inputs
+
     recipe = _load(arguments)
+    read_inputs(recipe)
     typer.echo(f"{recipe.run.name}: a valid {recipe.kind} recipe")
 
 
@@ -111,7 +118,7 @@ def runs_show(name: str, root: Root = "runs") -> None:
 
     run = _find(root, name)
     console = Console()
-    console.print(f"[bold]{run.uri}[/]")
+    console.print(f"[bold]{run.uri}[/]", soft_wrap=True)
     lines = [line for line in read_metrics(run) if "train/loss" in line]
     if lines:
         table = Table("metric", f"batch {lines[-1]['step']}")
@@ -146,7 +153,9 @@ def traces_show(
     table = Traces(run.uri).table.read(where=" AND ".join(f"({c})" for c in conditions) or None, limit=limit)
     console = Console()
     for row in table.to_pylist():
-        console.print(_rollout_text(row))
+        console.print(_rollout_text(row), soft_wrap=True)
+    if table.num_rows == 0:
+        console.print(f"no rollouts of {name} match")
 
 
 def _rollout_text(row: dict[str, Any]) -> Text:

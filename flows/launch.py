@@ -13,14 +13,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from flows.inputs import read_inputs
 from schemas.recipe import RLRecipe, SFTRecipe
-from stages.agents.contract import load_agent
-from stages.prompts import read_prompts
 from stages.workers.guard import Guard, start_guard
-from storage.runs import check_model
 
 QUIET = {
     "PREFECT_LOGGING_LEVEL": "ERROR",
+    "PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL": "CRITICAL",  # the command reports an error once; the API has them all
     "PREFECT_SERVER_LOGGING_LEVEL": "ERROR",
     "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
     "PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS": "120",
@@ -34,15 +33,13 @@ CHECKOUT_HOME = Path(".moltflow/prefect")
 
 
 def prepare_process() -> None:
-    """Quiet libraries unless the user's environment says otherwise, importable recipes, and bytecode for children."""
+    """Quiet libraries unless the user's environment says otherwise, and bytecode for children."""
     for name, value in QUIET.items():
         os.environ.setdefault(name, value)
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     warnings.filterwarnings("ignore", message="lance is not fork-safe")  # Ray starts its processes by exec
     for name in ("torchao", "torch.utils._pytree"):
         logging.getLogger(name).setLevel(logging.ERROR)
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
     if CHECKOUT_HOME.is_dir():
         os.environ.setdefault("PREFECT_HOME", str(CHECKOUT_HOME.resolve()))
     if home := os.environ.get("PREFECT_HOME"):
@@ -52,21 +49,18 @@ def prepare_process() -> None:
 def run_recipes(recipes: Sequence[RLRecipe | SFTRecipe]) -> list[dict[str, Any]]:
     """Run the recipes' flows one after another; nothing of them is left behind, whatever happens."""
     prepare_process()
-    atexit.register(_close, start_guard())  # at exit, after Prefect has stopped its temporary server there
+    read_inputs(recipes[0])  # the flow reads them again; here a wrong name is found before anything is started
+    atexit.register(_close, start_guard())  # at exit, after the temporary server is stopped there
+    from flows.server import start_server
+
+    server = start_server()
+    flows = [_flow(recipe) for recipe in recipes]  # imports that take as long as the server does
+    if server:
+        server.wait()
     try:
-        return [_run(recipe) for recipe in recipes]
+        return [_run(flow, recipe) for flow, recipe in zip(flows, recipes, strict=True)]
     except asyncio.CancelledError:  # by Ctrl-C or SIGTERM: everything is closed by now
         raise KeyboardInterrupt from None
-
-
-def check_files(recipe: RLRecipe | SFTRecipe) -> None:
-    """Raise RecipeError for what the recipe names and is not there, before anything slow is started."""
-    check_model(recipe.model.path)
-    if isinstance(recipe, RLRecipe):
-        load_agent(recipe.agent.entry)
-        for path in (recipe.prompts.path, recipe.evaluate.path if recipe.evaluate else None):
-            if path is not None:
-                read_prompts(recipe.prompts, path)
 
 
 def _close(guard: Guard) -> None:
@@ -74,15 +68,17 @@ def _close(guard: Guard) -> None:
         print(f"moltflow: {line}", file=sys.stderr)
 
 
-def _run(recipe: RLRecipe | SFTRecipe) -> dict[str, Any]:
-    started_at = time.time()
-    check_files(recipe)
+def _flow(recipe: RLRecipe | SFTRecipe) -> Any:
     if isinstance(recipe, RLRecipe):
         from flows.train_rl import train_rl
 
-        result = asyncio.run(train_rl(recipe))
-    else:
-        from flows.train_sft import train_sft
+        return train_rl
+    from flows.train_sft import train_sft
 
-        result = asyncio.run(train_sft(recipe))
+    return train_sft
+
+
+def _run(flow: Any, recipe: RLRecipe | SFTRecipe) -> dict[str, Any]:
+    started_at = time.time()
+    result: dict[str, Any] = asyncio.run(flow(recipe))
     return result | {"started_at": started_at}

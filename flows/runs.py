@@ -9,17 +9,17 @@ from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 
 from flows import tasks
+from flows.inputs import Inputs, read_inputs
 from flows.monitor import Monitor
 from schemas.recipe import RLRecipe, SFTRecipe
-from schemas.types import GroupTask, Prompt, StoredGroup
-from stages.agents.contract import load_agent
-from stages.prompts import prompt_stream, read_prompts
+from schemas.types import GroupTask, StoredGroup
+from stages.prompts import prompt_stream
 from stages.workers.cluster import Cluster, open_cluster, open_trainer
 from stages.workers.trainer_group import TrainerGroup
 from storage.batches import Batches, Outcomes
 from storage.checkpoints import Checkpoints
 from storage.ledger import Ledger, read_ledger
-from storage.runs import RunFolder, check_model
+from storage.runs import RunFolder
 from storage.tables import Table
 from storage.traces import Traces
 
@@ -27,11 +27,11 @@ from storage.traces import Traces
 class Run:
     """An open RL run: what its flow hands to the stages."""
 
-    def __init__(self, recipe: RLRecipe, folder: RunFolder, prompts: list[Prompt], held_out: list[Prompt]) -> None:
+    def __init__(self, recipe: RLRecipe, folder: RunFolder, inputs: Inputs) -> None:
         self.recipe = recipe
         self.folder = folder
-        self.held_out = held_out
-        self._prompts = prompts
+        self.held_out = inputs.held_out
+        self._prompts = inputs.prompts
         self.traces = Traces(folder.uri)
         self.evaluations = Traces(folder.uri, "evaluations")
         self.batches = Batches(folder.uri, folder.attempt)
@@ -113,15 +113,10 @@ class Run:
 @asynccontextmanager
 async def open_run(recipe: RLRecipe) -> AsyncIterator[Run]:
     """Check what the recipe names, open or resume its run folder, start everything."""
-    check_model(recipe.model.path)
-    load_agent(recipe.agent.entry)
-    prompts = read_prompts(recipe.prompts)
-    held_out = (
-        read_prompts(recipe.prompts, recipe.evaluate.path)[: recipe.evaluate.num_prompts] if recipe.evaluate else []
-    )
+    inputs = read_inputs(recipe)
     folder = RunFolder.start(recipe)
     try:
-        run = Run(recipe, folder, prompts, held_out)
+        run = Run(recipe, folder, inputs)
         with _ending_on_signals(), run.monitor.showing():
             async with open_cluster(recipe, folder.uri, folder.attempt) as cluster:
                 run.attach(cluster)
@@ -145,7 +140,7 @@ class SFTRun:
 @asynccontextmanager
 async def open_sft_run(recipe: SFTRecipe) -> AsyncIterator[SFTRun]:
     """The same for supervised training, which needs the training ranks alone."""
-    check_model(recipe.model.path)
+    read_inputs(recipe)
     folder = RunFolder.start(recipe)
     monitor = Monitor(folder, recipe.max_steps)
     try:

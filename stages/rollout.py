@@ -3,6 +3,7 @@
 consumes   group tasks from the prompt stream
 produces   finished groups, committed to the trace store before they are offered to the window
 waits for  a place in the window; a shard from an agent host
+writes     to the end, also when cancelled: once the stage is over, another process may hold the run
 drops      stragglers that the window gave up: their requests are aborted, the outcome is counted
 ends       when the window is closed, or when the prompts are used up and nothing is out any more
 """
@@ -10,11 +11,11 @@ ends       when the window is closed, or when the prompts are used up and nothin
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 from schemas.protocols import Agents, GroupSink
 from schemas.types import GroupTask, Outcome
+from stages.workers.threads import to_its_end
 from storage.batches import Outcomes
 from storage.traces import Traces
 
@@ -60,7 +61,7 @@ async def _admit(
 async def _collect(in_flight: dict[int, GroupTask], window: GroupSink, agents: Agents, traces: Traces) -> None:
     while True:
         shards = await agents.collect(traces.name)
-        for group in await _durably(traces.commit, shards):
+        for group in await to_its_end(traces.commit, shards):
             if in_flight.pop(group.sequence, None) is not None:
                 window.finish(group)
 
@@ -74,16 +75,5 @@ async def _abort_stragglers(
             continue  # it finished in the same moment
         await agents.cancel([task.group_id])
         outcome = Outcome(task.sequence, task.group_id, "dropped", "straggler")
-        await _durably(outcomes.record, [outcome], window.version)
+        await to_its_end(outcomes.record, [outcome], window.version)
         window.fail(task.sequence)
-
-
-async def _durably(write: Callable[..., Any], *arguments: Any) -> Any:
-    """Run a commit in a thread and wait for its end even when cancelled: nothing is written after the stage, when
-    another process may hold the run."""
-    running = asyncio.ensure_future(asyncio.to_thread(write, *arguments))
-    try:
-        return await asyncio.shield(running)
-    except asyncio.CancelledError:
-        await asyncio.wait((running,))
-        raise

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import math
 
 from schemas.recipe import WindowConfig
 from schemas.types import StoredGroup
@@ -249,11 +248,14 @@ class AutoPlaces:
     groups that the batch left waiting). One place too few idles the trainer, one too many only ages groups.
       - Never below B, nor above CEILING x (L + 1) x B: by Little's law a group is out for places / B versions on
         average, so far beyond (L + 1) x B most tokens would be past the bound.
+      - With L = 0 a group that is out during a refit loses all that it sampled before. There places are B and a spare
+        of 1/16 to 1/4 of a batch, the more the longer the trainer waits: its waited share counts from BEARABLE on.
       - A raise must pay: once places grew by the factor STEP, the tokens per second of all groups together must have
         grown half as much. If not, the engines are full: places go back, and stay below that for HOLD batches.
     """
 
     GAIN = 0.1
+    BEARABLE = 0.8
     CEILING = 1.2
     STEP = 1.2
     HOLD = 50
@@ -261,9 +263,13 @@ class AutoPlaces:
 
     def __init__(self, batch_groups: int, max_policy_lag: int) -> None:
         self._batch_groups = batch_groups
-        bound = (max_policy_lag + 1) * batch_groups
-        self._most = self._limit = float(max(math.floor(self.CEILING * bound), batch_groups + 1))
-        self._places = min(1.5 * batch_groups, self._most)
+        if max_policy_lag:
+            least, start, most = 1.0, 1.5, self.CEILING * (max_policy_lag + 1)
+        else:
+            least, start, most = 1 + 1 / 16, 1 + 1 / 16, 1 + 1 / 4
+        self._bearable_share = 0.0 if max_policy_lag else self.BEARABLE
+        self._least, self._places, self._most = (share * batch_groups for share in (least, start, most))
+        self._limit = self._most
         self._hold = 0
         self._smooth: tuple[float, float] | None = None  # places and tokens per second of one group
         self._base = (self._places, 0.0)  # the same when places were last judged
@@ -279,8 +285,8 @@ class AutoPlaces:
             self._limit = self._most
         if tokens_per_second > 0:
             self._judge(tokens_per_second)
-        self._places += self.GAIN * (waited_share * self._batch_groups - num_left_waiting)
-        self._places = min(max(self._places, self._batch_groups), self._limit)
+        self._places += self.GAIN * ((waited_share - self._bearable_share) * self._batch_groups - num_left_waiting)
+        self._places = min(max(self._places, self._least), self._limit)
 
     def _judge(self, tokens_per_second: float) -> None:
         if self._smooth is None:

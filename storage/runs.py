@@ -71,7 +71,8 @@ class RunFolder:
         """Create or resume the folder of `recipe.run`; `attempt` counts how often it was started before.
 
         The folder is locked until `close`, so that one name is never run twice at the same time. Raises StoreError when
-        it is, or when the recipe or a file that it names differs from the last start in what decides the weights.
+        it is, or when anything was recorded and the recipe or a file that it names differs from the last start in what
+        decides the weights.
         """
         run = cls(f"{recipe.run.root.rstrip('/')}/{recipe.run.name}")
         if not run._is_local:
@@ -81,7 +82,7 @@ class RunFolder:
         provenance = run.read_json("provenance.json") or {"attempts": []}
         run.attempt = len(provenance["attempts"])
         start = _provenance(recipe)
-        if provenance["attempts"] and (changes := _changes(provenance["attempts"][-1], start)):
+        if run._has_recorded() and (changes := _changes(provenance["attempts"][-1], start)):
             run.close()
             raise StoreError(
                 f"run {run.path} was started with other values, and going on with these would mix two runs:\n  "
@@ -92,6 +93,10 @@ class RunFolder:
         write_atomically(run.fs, f"{run.path}/recipe.yaml", dump_recipe(recipe))
         write_atomically(run.fs, f"{run.path}/provenance.json", json.dumps(provenance, indent=2))
         return run
+
+    def _has_recorded(self) -> bool:
+        """Whether an earlier start got as far as writing anything: metrics, or rows of a table."""
+        return self.has("metrics.jsonl") or bool(self.fs.glob(f"{self.path}/*.lance/data/*"))
 
     def _take_lock(self) -> None:
         self._lock = open(f"{self.path}/lock", "w")  # noqa: SIM115  held as long as the run is open
@@ -176,7 +181,7 @@ def _changes(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
 
 
 def _flat(tree: Any, key: str = "") -> Iterator[tuple[str, Any]]:
-    if isinstance(tree, dict) and tree:
+    if isinstance(tree, dict):
         for name, value in tree.items():
             yield from _flat(value, f"{key}.{name}" if key else name)
     else:

@@ -67,8 +67,16 @@ def recipe(tmp_path: Path) -> str:
 # ---- recipes ----
 
 
-def test_a_valid_recipe_is_called_so(moltflow: Command, recipe: str) -> None:
-    assert moltflow("recipe", "check", recipe) == Answer(0, "tiny: a valid rl recipe\n", "")
+def test_a_valid_recipe_whose_files_are_there_is_called_so(moltflow: Command, recipe: str, tmp_path: Path) -> None:
+    prompts, agent = tmp_path / "prompts.jsonl", tmp_path / "agent.py"
+    overrides = (f"prompts.path={prompts}", f"agent.entry={agent}:Agent")
+    answer = moltflow("recipe", "check", recipe, *overrides)
+    assert answer == Answer(1, "", f"RecipeError: agent.entry: no file {agent}\n")
+    agent.write_text("from stages.agents import Env\nclass Agent(Env):\n    def step(self, state): ...\n")
+    answer = moltflow("recipe", "check", recipe, *overrides)
+    assert answer.status == 1 and f"{prompts}: no such file" in answer.err
+    prompts.write_text('{"prompt": "1"}\n')
+    assert moltflow("recipe", "check", recipe, *overrides) == Answer(0, "tiny: a valid rl recipe\n", "")
 
 
 def test_an_invalid_recipe_is_refused_with_all_that_is_wrong(moltflow: Command, recipe: str) -> None:
@@ -220,7 +228,7 @@ def test_traces_of_one_batch_are_those_that_it_trained(moltflow: Command, run: R
     answer = moltflow("traces", "show", "tiny", *root(run), "--step", "1")
     heads = [line.split("  ")[0] for line in answer.out.splitlines() if line.startswith("0000")]
     assert heads == ["0000-000001-0 rollout 0", "0000-000001-0 rollout 1"]
-    assert moltflow("traces", "show", "tiny", *root(run), "--step", "9").out == ""
+    assert moltflow("traces", "show", "tiny", *root(run), "--step", "9").out == "no rollouts of tiny match\n"
 
 
 def test_a_filter_that_cannot_be_read_is_a_message_and_not_a_traceback(moltflow: Command, run: RunFolder) -> None:

@@ -407,6 +407,12 @@ def test_another_start_of_the_same_name_is_another_attempt_with_the_newer_recipe
     run.close()
 
 
+def start_and_record(tmp_path: Path, **values: Any) -> None:
+    run = RunFolder.start(recipe(tmp_path, **values))
+    append_metrics(run, {"step": 0})
+    run.close()
+
+
 def resume_error(tmp_path: Path, **values: Any) -> list[str]:
     with pytest.raises(StoreError) as refused:
         RunFolder.start(recipe(tmp_path, **values))
@@ -417,9 +423,11 @@ def resume_error(tmp_path: Path, **values: Any) -> list[str]:
 
 
 def test_a_resume_with_values_that_decide_the_weights_is_refused_and_leaves_no_trace(tmp_path: Path) -> None:
-    RunFolder.start(recipe(tmp_path)).close()
-    assert resume_error(tmp_path, rollout={"group_size": 4}, advantage={"type": "rloo"}) == [
+    start_and_record(tmp_path)
+    agent = {"entry": "agent.py:Agent", "args": {"a": 1}}
+    assert resume_error(tmp_path, rollout={"group_size": 4}, advantage={"type": "rloo"}, agent=agent) == [
         "advantage.type: grpo -> rloo",
+        "agent.args.a: None -> 1",
         "rollout.group_size: 8 -> 4",
     ]
     run = RunFolder.start(recipe(tmp_path))
@@ -431,7 +439,7 @@ def test_a_resume_with_other_data_under_the_same_name_is_refused(tmp_path: Path)
     data = tmp_path / "prompts.jsonl"
     data.write_text('{"prompt": "1"}\n')
     prompts = {"path": str(data)}
-    RunFolder.start(recipe(tmp_path, prompts=prompts)).close()
+    start_and_record(tmp_path, prompts=prompts)
     data.write_text('{"prompt": "2"}\n')
     assert resume_error(tmp_path, prompts=prompts) == [f"{data}: the file is another one now"]
     data.write_text('{"prompt": "1"}\n')
@@ -439,9 +447,19 @@ def test_a_resume_with_other_data_under_the_same_name_is_refused(tmp_path: Path)
 
 
 def test_a_resume_may_run_longer_and_elsewhere(tmp_path: Path) -> None:
-    RunFolder.start(recipe(tmp_path)).close()
+    start_and_record(tmp_path)
     changed = {"trainer": {"num_ranks": 2}, "engine": {"num_engines": 3}, "checkpoint": {"every": 1}, "max_steps": 9}
     RunFolder.start(recipe(tmp_path, **changed, evaluate={"path": "held_out.jsonl"})).close()
+
+
+def test_a_start_that_recorded_nothing_does_not_claim_the_name(tmp_path: Path) -> None:
+    RunFolder.start(recipe(tmp_path)).close()
+    run = RunFolder.start(recipe(tmp_path, rollout={"group_size": 4}))
+    assert run.attempt == 1
+    run.close()
+    RunFolder.start(recipe(tmp_path)).close()
+    store(f"{tmp_path}/tiny", 0)  # finished groups that the next start would train
+    assert resume_error(tmp_path, rollout={"group_size": 4}) == ["rollout.group_size: 8 -> 4"]
 
 
 HOLDER = """

@@ -187,12 +187,13 @@ FAST, EVEN, SLOW = (0.4, (1.5, 2, 2.5, 3)), (1.6, (2, 2.5, 3, 3.5)), (6.4, (2.5,
 
 
 def auto_settings() -> Iterator[Any]:
-    for lag, sigma, (mean, numbers) in itertools.product((1, 3), (0.5, 1.0), (FAST, EVEN, SLOW)):
+    for lag, sigma, (mean, numbers) in itertools.product((0, 1, 3), (0.5, 1.0), (FAST, EVEN, SLOW)):
+        numbers = (1, 1.0625, 1.125, 1.25, 1.5) if lag == 0 else numbers
         small = Setting(max_policy_lag=lag, sigma=sigma, mean=mean, batches=220, warmup=100)
         yield pytest.param(small, numbers, id=f"8-{lag}-{sigma}-{mean}")
         if sigma == 1.0:
             large = replace(small, batch_groups=32, batches=130, warmup=70)
-            yield pytest.param(large, numbers[1:], id=f"32-{lag}-{sigma}-{mean}")
+            yield pytest.param(large, numbers[1:] if lag else numbers, id=f"32-{lag}-{sigma}-{mean}")
 
 
 @pytest.mark.parametrize(("setting", "numbers"), list(auto_settings()))
@@ -540,11 +541,23 @@ def test_auto_starts_at_one_and_a_half_batches_and_stays_within_its_limits() -> 
     assert auto.places == 12
     for _ in range(200):
         auto.update(waited_share=0.9, num_left_waiting=0, tokens_per_second=100)
-    assert auto.places == 38  # floor(1.2 x 4 x 8)
+    assert auto.places == 38  # 1.2 x 4 x 8
     for _ in range(200):
         auto.update(waited_share=0.0, num_left_waiting=30, tokens_per_second=100)
     assert auto.places == 8
-    assert AutoPlaces(batch_groups=1, max_policy_lag=0).places == 2
+
+
+def test_auto_on_policy_adds_places_only_where_waiting_is_most_of_the_time() -> None:
+    auto = AutoPlaces(batch_groups=32, max_policy_lag=0)
+    for _ in range(50):
+        auto.update(waited_share=0.8, num_left_waiting=0, tokens_per_second=100)
+    assert auto.places == 34  # 32 x 17 / 16
+    for _ in range(5):
+        auto.update(waited_share=1.0, num_left_waiting=0, tokens_per_second=100)
+    assert auto.places == 37  # 34 + 5 x 0.1 x 32 x 0.2
+    for _ in range(50):
+        auto.update(waited_share=1.0, num_left_waiting=0, tokens_per_second=100)
+    assert auto.places == 40  # 32 x 5 / 4
 
 
 def test_auto_adds_for_waiting_and_removes_for_what_was_left_waiting() -> None:

@@ -40,7 +40,8 @@ async def _await(reference: Any) -> Any:
 
 def _last_words(error: BaseException) -> str:
     """The end of the message: Ray puts the traceback first and what went wrong last."""
-    return " ".join(str(error).split())[-800:]
+    words = " ".join(str(error).split())
+    return words if len(words) <= 800 else "... " + words[-800:].partition(" ")[2]
 
 
 def kill(actor: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import os
 import shutil
@@ -17,6 +18,7 @@ from schemas.recipe import Recipe, RLRecipe
 from stages.workers.agent_pool import AgentPool
 from stages.workers.device import Device, select_device
 from stages.workers.engine_pool import EnginePool
+from stages.workers.threads import to_its_end
 from stages.workers.trainer_group import TrainerGroup
 
 OBJECT_STORE_BYTES = 100 << 20
@@ -89,15 +91,16 @@ async def _open_ray(device: Device) -> AsyncIterator[None]:
     )
     started_here = not ray.is_initialized()
     sockets = tempfile.mkdtemp(prefix="moltflow-")
-    if started_here:
-        await asyncio.to_thread(
-            ray.init,
-            logging_level=logging.ERROR,
-            log_to_driver=bool(os.environ.get("MOLTFLOW_WORKER_LOGS")),
-            runtime_env={"env_vars": device.env | {"VLLM_RPC_BASE_PATH": sockets}},
-            **local,
-        )
     try:
+        if started_here:
+            start = functools.partial(
+                ray.init,
+                logging_level=logging.ERROR,
+                log_to_driver=bool(os.environ.get("MOLTFLOW_WORKER_LOGS")),
+                runtime_env={"env_vars": device.env | {"VLLM_RPC_BASE_PATH": sockets}},
+                **local,
+            )
+            await to_its_end(start)  # a Ray that is half started cannot be shut down
         yield
     finally:
         if started_here:

@@ -131,6 +131,41 @@ def _is_token_exact(row: dict[str, Any], renderer: ChatRenderer) -> None:
     assert all((logprobs[position] < 0) == (position in sampled) for position in range(len(ids)))
 
 
+@pytest.mark.parametrize(("stale", "lag"), [("wait", 1), ("drop", 0)])
+def test_a_run_that_waits_or_drops_keeps_the_bound_and_counts_every_group(
+    make_recipe: Callable[..., RLRecipe], stale: str, lag: int
+) -> None:
+    agent = {"entry": "tests.real.environments:Parity", "args": {"delay_seconds": 0.3}, "max_context_tokens": 64}
+    places = 10 if stale == "drop" else "auto"
+    recipe = make_recipe(
+        f"stale-{stale}",
+        agent=agent,
+        rollout={"batch_groups": 5, "group_size": 3, "sampling": {"max_tokens": 8}},
+        window={"max_policy_lag": lag, "stale": stale, "straggler_wait_seconds": 0.1, "groups_in_flight": places},
+        filtering={"zero_variance": "drop"},
+        max_steps=5,
+    )
+    path, run = _write(recipe)
+    assert _finish(path)["step"] == 5
+    lines = read_metrics(run)
+    assert all(line["train/lag_max"] <= lag for line in lines)
+    ledger = _ledger_adds_up(run)
+    assert ledger["trained"] == 25
+    assert ledger["dropped"].get("zero_variance", 0) > 0
+    if stale == "drop":
+        assert all(line["train/stale_token_share"] == 0 for line in lines)
+        assert ledger["dropped"]["stale"] > 0
+    else:
+        assert ledger["dropped"]["straggler"] > 0
+    for line in lines:
+        table = Traces(run.uri).table
+        rows = table.take([row["trace_row"] for row in Batches(run.uri).read(line["step"])], table.schema.names)
+        rewards: dict[int, set[float]] = {}
+        for row in rows:
+            rewards.setdefault(row["sequence"], set()).add(row["score"])
+        assert len(rewards) == 5 and all(len(of_group) == 2 for of_group in rewards.values())
+
+
 async def test_two_ranks_train_the_same_stored_batches_to_the_same_losses_as_one(
     delayed_run: tuple[RLRecipe, RunFolder, dict[str, Any]],
 ) -> None:
@@ -183,6 +218,26 @@ def test_a_run_that_is_stopped_and_killed_goes_on_as_if_nothing_had_happened(
         _is_one_history(run)
 
 
+@pytest.mark.parametrize("moment", ["while it starts", "while it trains"])
+def test_ctrl_c_in_a_terminal_ends_a_run_in_order(make_recipe: Callable[..., RLRecipe], moment: str) -> None:
+    """The terminal sends SIGINT to the whole process group: the driver, and whatever it keeps in its group."""
+    path, run = _write(make_recipe(f"interrupted-{moment.replace(' ', '-')}", max_steps=200))
+    process = moltflow("train", path, start_new_session=True, preexec_fn=_unblock_interrupts)
+    if moment == "while it trains":
+        _wait_for_step(run, 1)
+    else:
+        _wait_for(lambda: run.has("traces.lance"))
+    os.killpg(process.pid, signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert (process.returncode, out) == (130, ""), err[-2000:]
+    assert "Traceback" not in err and "moltflow:" not in err, "it ended by itself; the guard had nothing to do"
+
+
+def _unblock_interrupts() -> None:
+    """A background job of a shell, such as a test-suite, hands on that it ignores them."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 def _is_one_history(run: RunFolder) -> None:
     """Every batch was trained once in the history of the weights, and the replayed ones came out bit for bit."""
     lines = read_metrics(run)
@@ -203,9 +258,11 @@ def _is_one_history(run: RunFolder) -> None:
 
 def _wait_for_step(run: RunFolder, step: int) -> None:
     """Until batch `step` is trained."""
+    _wait_for(lambda: any(line["step"] >= step and "train/loss" in line for line in read_metrics(run)))
+
+
+def _wait_for(condition: Callable[[], bool]) -> None:
     deadline = time.monotonic() + 300
-    while time.monotonic() < deadline:
-        if any(line["step"] >= step and "train/loss" in line for line in read_metrics(run)):
-            return
+    while not condition():
+        assert time.monotonic() < deadline, "the run did not get there"
         time.sleep(0.1)
-    raise AssertionError(f"the run did not reach step {step}")
