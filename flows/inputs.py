@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from schemas.recipe import RLRecipe, SFTRecipe
 from schemas.types import Prompt
-from stages.agents.contract import load_agent
+from stages.agents.contract import check_arguments, load_agent
 from stages.prompts import read_prompts
 from storage.jsonl import column, read_jsonl
 from storage.runs import check_model
@@ -26,7 +26,7 @@ def read_inputs(recipe: RLRecipe | SFTRecipe) -> Inputs:
     if isinstance(recipe, SFTRecipe):
         column(recipe.data.path, read_jsonl(recipe.data.path), recipe.data.messages)
         return Inputs([], [])
-    load_agent(recipe.agent.entry)
+    check_arguments(recipe.agent.entry, load_agent(recipe.agent.entry), recipe.agent.args)
     config = recipe.evaluate
     held_out = read_prompts(recipe.prompts, config.path)[: config.num_prompts] if config else []
     return Inputs(read_prompts(recipe.prompts), held_out)

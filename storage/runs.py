@@ -144,7 +144,8 @@ def check_model(path: str) -> None:
         if not (folder / "config.json").is_file():
             raise RecipeError(f"model.path: {path} has no config.json; allowed: a folder in Hugging Face layout")
         return
-    if path.count("/") != 1 or path.startswith((".", "/", "~")):
+    looks_local = path.startswith((".", "/", "~")) or folder.parent.is_dir()
+    if path.count("/") != 1 or looks_local:
         raise RecipeError(
             f"model.path: found {path}, which does not exist; allowed: an existing folder in Hugging Face layout, or a "
             "hub id org/name"

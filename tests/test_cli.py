@@ -76,6 +76,9 @@ def test_a_valid_recipe_whose_files_are_there_is_called_so(moltflow: Command, re
     answer = moltflow("recipe", "check", recipe, *overrides)
     assert answer.status == 1 and f"{prompts}: no such file" in answer.err
     prompts.write_text('{"prompt": "1"}\n')
+    answer = moltflow("recipe", "check", recipe, *overrides, "agent.args={difficulty: 3}")
+    assert answer.status == 1
+    assert "agent.args: got an unexpected keyword argument 'difficulty'; allowed: what " in answer.err
     assert moltflow("recipe", "check", recipe, *overrides) == Answer(0, "tiny: a valid rl recipe\n", "")
 
 
@@ -134,7 +137,7 @@ def test_training_checks_the_recipe_before_anything_starts(
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--help"], ["recipe", "check", "recipes/quickstart/rl.yaml"], ["recipe", "show", "--help"]]
+    "arguments", [["--help"], ["recipe", "show", "recipes/quickstart/rl.yaml"], ["recipe", "show", "--help"]]
 )
 def test_looking_at_recipes_imports_nothing_heavy(arguments: list[str]) -> None:
     code = (

@@ -522,7 +522,11 @@ def test_a_file_is_replaced_as_a_whole(run: RunFolder) -> None:
     assert run.read_json("missing.json") is None
 
 
-def test_a_model_path_that_cannot_be_is_refused_before_anything_starts(tmp_path: Path) -> None:
+def test_a_model_path_that_cannot_be_is_refused_before_anything_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "models").mkdir()
     check_model("org/name")
     (tmp_path / "whole").mkdir()
     (tmp_path / "whole" / "config.json").write_text("{}")
@@ -534,6 +538,7 @@ def test_a_model_path_that_cannot_be_is_refused_before_anything_starts(tmp_path:
         "build/my/model": "which does not exist",
         "./model": "which does not exist",
         "model": "which does not exist",
+        "models/mine": "which does not exist",
     }.items():
         with pytest.raises(RecipeError, match=f"model.path: .*{error}"):
             check_model(path)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import random
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 FOLDER = Path(__file__).parent / "build"
@@ -76,7 +77,7 @@ def _conversation(number: str) -> list[dict[str, str]]:
     return [{"role": "user", "content": number}, {"role": "assistant", "content": _sorted(number)}]
 
 
-def _write(path: Path, rows: list[dict[str, object]] | list[dict[str, str]]) -> None:
+def _write(path: Path, rows: Sequence[Mapping[str, object]]) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 

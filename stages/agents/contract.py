@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import inspect
 import json
 import sys
 from collections.abc import Mapping, Sequence
@@ -82,6 +83,18 @@ def load_agent(entry: str) -> type[Env]:
     if agent.step is Env.step:
         raise RecipeError(f"agent.entry: {entry} defines no step(state); allowed: an Env that does")
     return agent
+
+
+def check_arguments(entry: str, agent: type[Env], arguments: Mapping[str, Any]) -> None:
+    """Raise RecipeError when the constructor does not take the arguments: found once, not in every rollout."""
+    try:
+        signature = inspect.signature(agent)
+    except ValueError:  # written in C: it says so itself when it is called
+        return
+    try:
+        signature.bind(**arguments)
+    except TypeError as problem:
+        raise RecipeError(f"agent.args: {problem}; allowed: what {entry} takes, {signature}") from None
 
 
 def _import(module: str) -> ModuleType:

@@ -92,6 +92,11 @@ class AgentWorker:
             output.add([_row(task, index, rollout, self._run_attempt) for index, rollout in enumerate(rollouts)])
         except Exception as failure:  # not the agent's doing: the driver must not wait for this group
             output.fail(failure)
+        except asyncio.CancelledError:
+            group = asyncio.current_task()
+            if group is None or not group.cancelling():  # nobody asked for it, so nobody would know
+                output.fail(WorkerError(f"group {task.group_id}: its rollouts were cancelled from within"))
+            raise
         finally:
             engine.num_groups -= 1
             self._groups.pop(task.group_id, None)
