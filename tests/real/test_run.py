@@ -140,7 +140,7 @@ def test_a_run_that_waits_or_drops_keeps_the_bound_and_counts_every_group(
     recipe = make_recipe(
         f"stale-{stale}",
         agent=agent,
-        rollout={"batch_groups": 5, "group_size": 3, "sampling": {"max_tokens": 8}},
+        rollout={"batch_groups": 5, "group_size": 2, "sampling": {"max_tokens": 8}},
         window={"max_policy_lag": lag, "stale": stale, "straggler_wait_seconds": 0.1, "groups_in_flight": places},
         filtering={"zero_variance": "drop"},
         max_steps=5,
@@ -160,10 +160,10 @@ def test_a_run_that_waits_or_drops_keeps_the_bound_and_counts_every_group(
     for line in lines:
         table = Traces(run.uri).table
         rows = table.take([row["trace_row"] for row in Batches(run.uri).read(line["step"])], table.schema.names)
-        rewards: dict[int, set[float]] = {}
+        scores: dict[int, set[float]] = {}
         for row in rows:
-            rewards.setdefault(row["sequence"], set()).add(row["score"])
-        assert len(rewards) == 5 and all(len(of_group) == 2 for of_group in rewards.values())
+            scores.setdefault(row["sequence"], set()).add(row["score"])
+        assert len(scores) == 5 and all(len(of_group) == 2 for of_group in scores.values()), "no constant group"
 
 
 async def test_two_ranks_train_the_same_stored_batches_to_the_same_losses_as_one(
