@@ -77,7 +77,8 @@ def _tell(console: Console, line: dict[str, Any], picture: Path) -> None:
         f"reward curve {picture}\n"
         "try next     .venv/bin/moltflow runs show demo\n"
         "             .venv/bin/moltflow traces show demo\n"
-        "             .venv/bin/moltflow train recipes/quickstart/rl.yaml run.name=mine advantage.type=rloo\n"
+        "             .venv/bin/moltflow train recipes/quickstart/rl.yaml run.name=mine advantage.type=rloo\n",
+        soft_wrap=True,
     )
 
 
