@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Callable
 from typing import Annotated, Any
 
 import typer
@@ -29,11 +30,16 @@ Root = Annotated[str, typer.Option(help="Folder or URI that holds the run folder
 
 
 def main() -> None:
-    """Entry point: errors that moltflow raises on purpose are messages, not tracebacks."""
+    """Entry point of `moltflow`."""
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # recipes name agents by module, as seen from where the command is given
+    reporting(app)
+
+
+def reporting(command: Callable[[], None]) -> None:
+    """Run a command: errors that moltflow raises on purpose are messages, not tracebacks, and Ctrl-C ends with 130."""
     try:
-        app()
+        command()
     except MoltflowError as error:
         Console(stderr=True).print(Text(f"{type(error).__name__}: {error}", style="red"), soft_wrap=True)
         raise SystemExit(1) from None

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import shutil
 import time
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from typing import Any
 from rich.console import Console
 
 from flows.artifacts import draw_reward_curve
+from flows.cli import reporting
 from flows.launch import prepare_process, run_recipes
 from schemas.loading import load_recipe
 from storage.metrics import read_metrics
@@ -36,12 +36,11 @@ def main() -> None:
 
     console.print("[bold]1/3[/] building a 0.14M-parameter Qwen3, its tokenizer and the data")
     build(seed=options.seed)
-    for name in ("demo-sft", "demo"):  # the demo's own runs start from nothing each time
-        if (Path("runs") / name).exists():
-            shutil.rmtree(Path("runs") / name)
     seed = f"run.seed={options.seed}"
     sft = load_recipe([QUICKSTART / "sft.yaml"], ["run.name=demo-sft", seed])
     rl = load_recipe([QUICKSTART / "rl.yaml"], ["run.name=demo", seed, *options.overrides])
+    for recipe in (sft, rl):  # the demo's own runs start from nothing each time
+        RunFolder(f"{recipe.run.root}/{recipe.run.name}").remove()
 
     console.print("[bold]2/3[/] warm start: supervised fine-tuning  [bold]3/3[/] reinforcement learning")
     _, result = run_recipes([sft, rl])
@@ -83,4 +82,4 @@ def _tell(console: Console, line: dict[str, Any], picture: Path) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    reporting(main)

@@ -22,18 +22,23 @@ class TemporaryServer:
     """
 
     def __init__(self) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self._port = probe.getsockname()[1]
+        with socket.socket() as listener:  # handed over, so that nobody else can take the port meanwhile
+            listener.bind(("127.0.0.1", 0))
+            self._port = listener.getsockname()[1]
+            self._process = self._start(listener.fileno())
         self.url = f"http://127.0.0.1:{self._port}/api"
-        command = f"-m uvicorn --factory prefect.server.api.server:create_app --port {self._port} --log-level error"
-        self._process = subprocess.Popen(
+        atexit.register(self.stop)
+
+    def _start(self, fd: int) -> subprocess.Popen[bytes]:
+        command = f"-m uvicorn --factory prefect.server.api.server:create_app --fd {fd} --log-level error"
+        return subprocess.Popen(
             [sys.executable, *command.split()],
-            env=os.environ | {"PREFECT_UI_ENABLED": "0"},
+            pass_fds=(fd,),
+            env=os.environ
+            | {"PREFECT_UI_ENABLED": "0", "PREFECT__SERVER_EPHEMERAL": "1", "PREFECT__SERVER_FINAL": "1"},
             stdin=subprocess.DEVNULL,
             start_new_session=True,
         )
-        atexit.register(self.stop)
 
     def wait(self) -> None:
         """Until it answers. Raises WorkerError when it ended or START_SECONDS are over."""

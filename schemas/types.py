@@ -86,6 +86,11 @@ class StoredGroup:
         return min((s.oldest_version for s in self.trainable), default=-1)
 
     @property
+    def newest_version(self) -> int:
+        """Newest policy version among the tokens that can be trained; -1 when there are none."""
+        return max((s.newest_version for s in self.trainable), default=-1)
+
+    @property
     def num_sampled(self) -> int:
         return sum(s.num_sampled for s in self.segments)
 

@@ -3,7 +3,6 @@ its place goes back to the rollout stage, which fills it again."""
 
 from __future__ import annotations
 
-import asyncio
 from collections import Counter
 from statistics import fmean
 
@@ -12,6 +11,7 @@ from schemas.protocols import GroupSource
 from schemas.recipe import FilteringConfig, RolloutConfig, WindowConfig
 from schemas.types import Filtered, Outcome, StoredGroup
 from stages.algorithms.estimators import is_constant
+from stages.workers.threads import to_its_end
 from storage.batches import Outcomes
 
 TOO_SMALL = "below_min_group_size"
@@ -48,7 +48,7 @@ async def filtering(
             window.release(group)
             _stop_if_hopeless(outcome, in_a_row, rollout, config)
     finally:
-        await asyncio.to_thread(outcomes.record, rejected, step)
+        await to_its_end(outcomes.record, rejected, step)
     return Filtered(kept, _metrics(rejected, rewards))
 
 
@@ -69,6 +69,8 @@ def judge(
         return rejected("failed", reason, error(reason))
     if len(usable) < rollout.min_group_size:
         return rejected("dropped", TOO_SMALL, error())
+    if step - group.newest_version > staleness.max_policy_lag:
+        return rejected("dropped", "stale")  # whatever the way with stale tokens: none of its tokens could be trained
     if staleness.stale == "drop" and step - group.oldest_version > staleness.max_policy_lag:
         return rejected("dropped", "stale")
     if config.zero_variance == "drop" and is_constant(list(group.scores().values())):

@@ -3,13 +3,13 @@ killed: a resume trains it again from the checkpoint before it, to the same weig
 
 from __future__ import annotations
 
-import asyncio
 import time
 
 from schemas.protocols import ConversationTrainer, Trainer
 from schemas.recipe import TrainerConfig
 from schemas.types import Batch, StepResult
 from stages.algorithms.microbatches import plan_microbatches
+from stages.workers.threads import to_its_end
 from storage.batches import Batches
 
 
@@ -18,7 +18,7 @@ async def train_step(batch: Batch, batches: Batches, trainer: Trainer, config: T
     start = time.perf_counter()
     lengths = [segment.num_tokens for segment in batch.segments]
     plan = plan_microbatches(lengths, config.num_ranks, config.max_tokens_per_microbatch)
-    await asyncio.to_thread(batches.record, batch, plan, config.num_ranks)
+    await to_its_end(batches.record, batch, plan, config.num_ranks)
     stored = time.perf_counter()
     metrics = await trainer.train(batch.step)
     return StepResult(

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 
 from schemas.recipe import WindowConfig
 from schemas.types import StoredGroup
@@ -50,7 +51,7 @@ class Window:
             self._places = most
         else:
             self._auto = AutoPlaces(batch_groups, config.max_policy_lag)
-        self._running: dict[int, float] = {}  # sequence: admitted at
+        self._running: set[int] = set()
         self._finished: dict[int, StoredGroup] = {}  # in completion order
         self._taken: dict[int, StoredGroup] = {}
         self._line: dict[int, None] = {}  # running and finished, in the order in which they took their places
@@ -65,7 +66,6 @@ class Window:
         self._waited_seconds = 0.0
         self._patience_seconds = self._config.straggler_wait_seconds
         self._left_waiting = self._num_late = 0
-        self._group_seconds = self._group_tokens = 0.0
 
     @property
     def capacity(self) -> int:
@@ -87,7 +87,7 @@ class Window:
         while not (self._ended or self._closed):
             self._expect("admit", sequence, "not out")
             if self.has_place:
-                self._running[sequence] = self._now()
+                self._running.add(sequence)
                 self._line[sequence] = None
                 return True
             await self._change()
@@ -96,8 +96,7 @@ class Window:
     def finish(self, group: StoredGroup) -> None:
         """The traces of a running group are committed: it can be trained."""
         self._expect("finish", group.sequence, "running")
-        self._group_seconds += self._now() - self._running.pop(group.sequence)
-        self._group_tokens += group.num_sampled
+        self._running.remove(group.sequence)
         self._late.pop(group.sequence, None)
         self._finished[group.sequence] = group
         self._changed.set()
@@ -112,7 +111,8 @@ class Window:
     def fail(self, sequence: int) -> None:
         """A running group failed or was aborted: its place is free."""
         self._expect("fail", sequence, "running")
-        del self._running[sequence], self._line[sequence]
+        self._running.remove(sequence)
+        del self._line[sequence]
         self._late.pop(sequence, None)
         self._changed.set()
 
@@ -175,11 +175,7 @@ class Window:
         }
         now = self._now()
         if self._auto and self._batch_started is not None:
-            self._auto.update(
-                waited_share=self._waited_seconds / max(now - self._batch_started, 1e-9),
-                num_left_waiting=self._left_waiting,
-                tokens_per_second=self._group_tokens / max(self._group_seconds, 1e-9),
-            )
+            self._auto.update(sum(map(self._useful_tokens, self._taken.values())), now - self._batch_started)
         self.version = version
         self._taken.clear()
         self._batch_started = now
@@ -195,6 +191,18 @@ class Window:
         """Of the last published batch: places, groups running at its end, finished groups that it left waiting,
         stragglers that it passed, and seconds that it waited in `take`. Empty before the first."""
         return dict(self._metrics)
+
+    def _useful_tokens(self, group: StoredGroup) -> float:
+        """Tokens of a taken group within the bound, if each of its rollouts spread them evenly over its versions."""
+        oldest = self.version - self._config.max_policy_lag
+        shares = (
+            (
+                s.num_sampled,
+                (s.newest_version - max(s.oldest_version, oldest) + 1) / (s.newest_version - s.oldest_version + 1),
+            )
+            for s in group.trainable
+        )
+        return sum(tokens * max(share, 0.0) for tokens, share in shares)
 
     @property
     def _num_needed(self) -> int:
@@ -242,64 +250,75 @@ class Window:
 
 
 class AutoPlaces:
-    """How many groups `auto` keeps out, decided once a batch: as few as keep the trainer busy.
+    """How many groups `auto` keeps out: a search for the number that trains the most tokens within the bound a second.
 
-    An integral controller: places += GAIN x (groups that the trainer could have trained while it waited - finished
-    groups that the batch left waiting). One place too few idles the trainer, one too many only ages groups.
-      - Never below B, nor above CEILING x (L + 1) x B: by Little's law a group is out for places / B versions on
-        average, so far beyond (L + 1) x B most tokens would be past the bound.
-      - With L = 0 a group that is out during a refit loses all that it sampled before. There places are B and a spare
-        of 1/16 to 1/4 of a batch, the more the longer the trainer waits: its waited share counts from BEARABLE on.
-      - A raise must pay: once places grew by the factor STEP, the tokens per second of all groups together must have
-        grown half as much. If not, the engines are full: places go back, and stay below that for HOLD batches.
+    It starts at B x (1 + log2(L + 1)), near the best number in most simulated settings: too few places idle the trainer
+    or the engines, and since a group is out for places / B versions on average (Little's law), too many put tokens past
+    the bound. Then it measures that number, tries one that is larger by the factor STEP, then a smaller one, keeps what
+    trained more by the share MARGIN, and goes on in that direction. When neither did, it rests.
+
+    Each number is measured over GROUPS groups, since their lengths differ, and over MIN_BATCHES batches at least. What
+    was admitted under the number before is left out. On policy (L = 0) a group that is out during a refit loses all
+    that it sampled before, so there the search starts at a batch and a spare sixteenth.
     """
 
-    GAIN = 0.1
-    BEARABLE = 0.8
-    CEILING = 1.2
-    STEP = 1.2
-    HOLD = 50
-    SMOOTHING = 0.25
+    STEP = 1.15
+    MARGIN = 0.02
+    GROUPS = 256
+    MIN_BATCHES = 8
+    REST = 12
+    """Measurements without a trial after two that failed."""
 
     def __init__(self, batch_groups: int, max_policy_lag: int) -> None:
         self._batch_groups = batch_groups
-        if max_policy_lag:
-            least, start, most = 1.0, 1.5, self.CEILING * (max_policy_lag + 1)
-        else:
-            least, start, most = 1 + 1 / 16, 1 + 1 / 16, 1 + 1 / 4
-        self._bearable_share = 0.0 if max_policy_lag else self.BEARABLE
-        self._least, self._places, self._most = (share * batch_groups for share in (least, start, most))
-        self._limit = self._most
-        self._hold = 0
-        self._smooth: tuple[float, float] | None = None  # places and tokens per second of one group
-        self._base = (self._places, 0.0)  # the same when places were last judged
+        self._most = 1.5 * (max_policy_lag + 1) * batch_groups
+        self._best = batch_groups * (1 + math.log2(max_policy_lag + 1) if max_policy_lag else 1 + 1 / 16)
+        self._places = self._best
+        self._best_speed = 0.0
+        self._direction = 1
+        self._failures = self._rest = 0
+        self._start()
+
+    def _start(self) -> None:
+        self._tokens = self._seconds = 0.0
+        self._batches = -math.ceil(self._places / self._batch_groups)  # settling
 
     @property
     def places(self) -> int:
         return round(self._places)
 
-    def update(self, waited_share: float, num_left_waiting: int, tokens_per_second: float) -> None:
-        """`tokens_per_second` of one group while it runs, over those that finished in this batch; 0 if none did."""
-        self._hold -= 1
-        if self._hold == 0:
-            self._limit = self._most
-        if tokens_per_second > 0:
-            self._judge(tokens_per_second)
-        self._places += self.GAIN * ((waited_share - self._bearable_share) * self._batch_groups - num_left_waiting)
-        self._places = min(max(self._places, self._least), self._limit)
+    def update(self, tokens: float, seconds: float) -> None:
+        """One batch trained `tokens` within the bound and took `seconds`."""
+        self._batches += 1
+        if self._batches <= 0:
+            return
+        self._tokens += tokens
+        self._seconds += seconds
+        if self._batches >= max(self.MIN_BATCHES, self.GROUPS / self._batch_groups):
+            self._judge(self._tokens / max(self._seconds, 1e-9))
+            self._start()
 
-    def _judge(self, tokens_per_second: float) -> None:
-        if self._smooth is None:
-            self._smooth = self._base = (self._places, tokens_per_second)
-        places, speed = self._smooth
-        places += self.SMOOTHING * (self._places - places)
-        speed += self.SMOOTHING * (tokens_per_second - speed)
-        self._smooth = (places, speed)
-        growth = places / self._base[0]
-        if growth > self.STEP and growth * speed / self._base[1] < (1 + growth) / 2:
-            self._smooth = self._base
-            self._places = self._base[0]
-            self._limit = self._places
-            self._hold = self.HOLD
-        elif not 1 / self.STEP < growth < self.STEP:
-            self._base = self._smooth
+    def _judge(self, speed: float) -> None:
+        if self._places == self._best:
+            self._best_speed = (self._best_speed + speed) / 2 if self._best_speed else speed
+        elif speed > (1 + self.MARGIN) * self._best_speed:
+            self._best, self._best_speed, self._failures = self._places, speed, 0
+        else:
+            self._turn()
+        self._places = self._next()
+
+    def _next(self) -> float:
+        """What to measure next: a trial, or the best number again."""
+        if self._rest > 0:
+            self._rest -= 1
+            return self._best
+        trial = self._best * self.STEP**self._direction
+        if self._batch_groups <= trial <= self._most:
+            return trial
+        self._turn()
+        return self._best
+
+    def _turn(self) -> None:
+        self._direction, self._failures = -self._direction, self._failures + 1
+        if self._failures == 2:
+            self._failures, self._rest = 0, self.REST

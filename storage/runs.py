@@ -43,6 +43,7 @@ MAY_CHANGE = (
     "device",
     "trainer.num_ranks",
     "trainer.timeout_seconds",
+    "trainer.max_tokens_per_microbatch",
     "engine.",
     "refit.timeout_seconds",
     "agent.num_hosts",
@@ -53,6 +54,9 @@ MAY_CHANGE = (
     "window.straggler_wait_seconds",
 )
 """Keys that a resumed run may change: they decide neither what stored batches train nor which prompt comes next."""
+
+
+_UNSET = object()
 
 
 class RunFolder:
@@ -82,7 +86,7 @@ class RunFolder:
         provenance = run.read_json("provenance.json") or {"attempts": []}
         run.attempt = len(provenance["attempts"])
         start = _provenance(recipe)
-        if run._has_recorded() and (changes := _changes(provenance["attempts"][-1], start)):
+        if provenance["attempts"] and run._has_recorded() and (changes := _changes(provenance["attempts"][-1], start)):
             run.close()
             raise StoreError(
                 f"run {run.path} was started with other values, and going on with these would mix two runs:\n  "
@@ -93,6 +97,13 @@ class RunFolder:
         write_atomically(run.fs, f"{run.path}/recipe.yaml", dump_recipe(recipe))
         write_atomically(run.fs, f"{run.path}/provenance.json", json.dumps(provenance, indent=2))
         return run
+
+    def remove(self) -> None:
+        """Delete the folder. Raises StoreError when a process is running it."""
+        if self.fs.exists(self.path):
+            self._take_lock()
+            self.fs.rm(self.path, recursive=True)
+            self.close()
 
     def _has_recorded(self) -> bool:
         """Whether an earlier start got as far as writing anything: metrics, or rows of a table."""
@@ -139,7 +150,7 @@ def write_atomically(fs: fsspec.AbstractFileSystem, path: str, text: str) -> Non
 
 def check_model(path: str) -> None:
     """Raise RecipeError unless `path` is a model folder or can be a hub id `org/name`."""
-    folder = Path(path).expanduser()
+    folder = Path(path)
     if folder.is_dir():
         if not (folder / "config.json").is_file():
             raise RecipeError(f"model.path: {path} has no config.json; allowed: a folder in Hugging Face layout")
@@ -147,8 +158,8 @@ def check_model(path: str) -> None:
     looks_local = path.startswith((".", "/", "~")) or folder.parent.is_dir()
     if path.count("/") != 1 or looks_local:
         raise RecipeError(
-            f"model.path: found {path}, which does not exist; allowed: an existing folder in Hugging Face layout, or a "
-            "hub id org/name"
+            f"model.path: found {path}, which does not exist; allowed: an existing folder in Hugging Face "
+            "layout, or a hub id org/name whose org is no folder here"
         )
 
 
@@ -174,7 +185,9 @@ def _changes(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
     follows_max_steps = old.get("trainer.optimizer.schedule.type") != "constant"
     may_change = tuple(key for key in MAY_CHANGE if not (key == "max_steps" and follows_max_steps))
     keys = [key for key in sorted(old.keys() | new.keys()) if not key.startswith(may_change)]
-    changes = [f"{key}: {old.get(key)} -> {new.get(key)}" for key in keys if old.get(key) != new.get(key)]
+    changes = [
+        f"{key}: {old.get(key)} -> {new.get(key)}" for key in keys if old.get(key, _UNSET) != new.get(key, _UNSET)
+    ]
     if not changes:  # other files would differ because they are others
         old, new = before["hashes"], now["hashes"]
         changes = [f"{path}: the file is another one now" for path in new if path in old and old[path] != new[path]]

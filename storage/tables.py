@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import Any
 
 import lance
@@ -17,6 +18,8 @@ from lance.fragment import write_fragments
 
 from schemas.errors import StoreError
 
+KEPT = timedelta(hours=1)
+"""Versions of a table that are younger stay, for whoever is reading one."""
 ROWS_PER_FRAGMENT = 4096
 """Fragments of this size are left alone by later compactions, so that those cost what is new, not the whole history."""
 
@@ -97,9 +100,10 @@ class Table:
         return [by_row[row] for row in rows]
 
     def compact(self) -> None:
-        """Merge small fragments, so that manifests and filters stay fast."""
+        """Merge small fragments, so that manifests and filters stay fast; drop old versions, which list them all."""
         with self._commit_lock:
             self._dataset.optimize.compact_files(target_rows_per_fragment=ROWS_PER_FRAGMENT)
+            lance.dataset(self.uri).cleanup_old_versions(older_than=KEPT)
             self._dataset = lance.dataset(self.uri)
 
 

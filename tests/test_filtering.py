@@ -86,8 +86,11 @@ def test_drop_discards_a_group_with_a_token_past_the_bound() -> None:
 
 
 @pytest.mark.parametrize("stale", ["mask", "wait"])
-def test_without_drop_an_old_group_is_kept_and_its_old_tokens_are_masked_later(stale: str) -> None:
-    assert verdict(group(0, rewards=[1, 0]), step=9, window=WindowConfig(max_policy_lag=1, stale=stale)) == "kept"
+def test_without_drop_old_tokens_are_masked_later_but_a_group_of_nothing_else_is_dropped(stale: str) -> None:
+    window = WindowConfig(max_policy_lag=1, stale=stale)
+    mixed = group(0, segment(0, 1.0, version=0), segment(1, 0.0, version=8))
+    assert verdict(mixed, step=9, window=window) == "kept"
+    assert verdict(mixed, step=10, window=window) == "dropped: stale"
 
 
 def test_a_failed_rollout_does_not_make_its_group_stale() -> None:

@@ -60,7 +60,7 @@ class AgentWorker:
 
     async def cancel(self, group_ids: Sequence[str]) -> None:
         """Stop groups and abort their requests; nothing of them reaches the store."""
-        tasks = [self._groups[group_id] for group_id in group_ids if group_id in self._groups]
+        tasks = [self._groups.pop(group_id) for group_id in group_ids if group_id in self._groups]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -93,8 +93,7 @@ class AgentWorker:
         except Exception as failure:  # not the agent's doing: the driver must not wait for this group
             output.fail(failure)
         except asyncio.CancelledError:
-            group = asyncio.current_task()
-            if group is None or not group.cancelling():  # nobody asked for it, so nobody would know
+            if self._groups.get(task.group_id) is asyncio.current_task():  # nobody asked for it, so nobody would know
                 output.fail(WorkerError(f"group {task.group_id}: its rollouts were cancelled from within"))
             raise
         finally:
@@ -168,8 +167,11 @@ class EngineClient:
 
 def _merged(requests: Sequence[GenerateRequest]) -> list[GenerateRequest]:
     """Requests for the same tokens with the same sampling as one request with several samples."""
-    merged: dict[tuple[tuple[int, ...], str], GenerateRequest] = {}
+    merged: dict[tuple[Any, ...], GenerateRequest] = {}
     for request in requests:
+        if request.sampling.temperature == 0:  # vLLM takes one sample at a time of what has no chance in it
+            merged[request.request_ids] = request
+            continue
         key = (tuple(request.token_ids), request.sampling.model_dump_json())
         ids = merged[key].request_ids if key in merged else ()
         merged[key] = GenerateRequest((*ids, *request.request_ids), request.token_ids, request.sampling)

@@ -12,13 +12,15 @@ import ray
 from schemas.errors import WorkerError
 from schemas.recipe import RLRecipe
 from schemas.types import GroupTask, Shard
+from stages.agents.loop import MAX_CLOSE_SECONDS
 from stages.workers.agent import AgentWorker
 from stages.workers.calls import call, call_all, kill
 
 GRACE_SECONDS = 60.0
 """From an agent's deadline to the end of its group: closing environments, writing traces."""
-CALL_SECONDS = 30.0
-"""Longest that a host may take to accept or stop groups."""
+CALL_SECONDS = MAX_CLOSE_SECONDS + 30.0
+"""Longest that a host may take to accept or stop groups, which waits for their environments to close."""
+CHECK_SECONDS = 5.0
 
 
 class AgentPool:
@@ -64,8 +66,10 @@ class AgentPool:
                 waiting = call(self._names[index], host.collect.remote(table))
                 self._collectors[table, index] = asyncio.create_task(waiting)
         mine = {key: task for key, task in self._collectors.items() if key[0] == table}
-        while not (await asyncio.wait(mine.values(), timeout=5.0, return_when=asyncio.FIRST_COMPLETED))[0]:
+        done: set[Any] = set()
+        while not done:
             self._check_deadlines()
+            done, _ = await asyncio.wait(mine.values(), timeout=CHECK_SECONDS, return_when=asyncio.FIRST_COMPLETED)
         shards: list[Shard] = []
         for key, task in mine.items():
             if task.done():

@@ -91,7 +91,7 @@ class ModelWorker:
         record = self._batches.read(step)
         if not record:
             raise StoreError(f"{self._batches.table.uri}: batch {step} is not in the store")
-        if record[0]["num_ranks"] != self._num_ranks:
+        if record[0]["num_ranks"] != self._num_ranks or _largest(record) > self._max_tokens:
             plan = plan_microbatches([row["num_tokens"] for row in record], self._num_ranks, self._max_tokens)
             record = [
                 row | {"rank": rank, "microbatch": microbatch}
@@ -268,6 +268,14 @@ class ModelWorker:
         return Checkpointer(config, dp_rank=self._rank, tp_rank=0, pp_rank=0)
 
 
+def _largest(record: Sequence[dict[str, Any]]) -> int:
+    """Padded tokens of the largest microbatch of several rows in a stored plan; 0 when each row runs alone."""
+    lengths: dict[tuple[int, int], list[int]] = {}
+    for row in record:
+        lengths.setdefault((row["rank"], row["microbatch"]), []).append(row["num_tokens"])
+    return max((len(rows) * max(rows) for rows in lengths.values() if len(rows) > 1), default=0)
+
+
 def _totals(rows: Sequence[TrainRow], plan: Sequence[int]) -> dict[str, float]:
     """This rank's share of what must be known before the first backward."""
     return {
@@ -298,7 +306,7 @@ def _metrics(
         "train/lag_mean": totals["lag"] / trained,
         "train/lag_max": totals["max_lag"],
         "train/compute_seconds": seconds,
-        "correction/masked_token_share": 1 - sums["kept"] / trained,
+        "correction/masked_token_share": (totals["trained"] - sums["kept"]) / trained,
         "mismatch/abs_mean": sums["abs"] / trained,
         "mismatch/abs_max": sums["max_abs"],
         "mismatch/k3": sums["k3"] / trained,

@@ -148,7 +148,6 @@ def test_a_run_that_waits_or_drops_keeps_the_bound_and_counts_every_group(
     path, run = _write(recipe)
     assert _finish(path)["step"] == 5
     lines = read_metrics(run)
-    assert all(line["train/lag_max"] <= lag for line in lines)
     ledger = _ledger_adds_up(run)
     assert ledger["trained"] == 25
     assert ledger["dropped"].get("zero_variance", 0) > 0
@@ -160,6 +159,9 @@ def test_a_run_that_waits_or_drops_keeps_the_bound_and_counts_every_group(
     for line in lines:
         table = Traces(run.uri).table
         rows = table.take([row["trace_row"] for row in Batches(run.uri).read(line["step"])], table.schema.names)
+        lags = [at for row in rows for at in _lags(row, line["step"])]
+        assert line["train/trained_tokens"] == sum(at <= lag for at in lags), "exactly the tokens within the bound"
+        assert stale == "wait" or max(lags) <= lag, "a group with a token past the bound is dropped"
         scores: dict[int, set[float]] = {}
         for row in rows:
             scores.setdefault(row["sequence"], set()).add(row["score"])
@@ -230,7 +232,8 @@ def test_ctrl_c_in_a_terminal_ends_a_run_in_order(make_recipe: Callable[..., RLR
     os.killpg(process.pid, signal.SIGINT)
     out, err = process.communicate(timeout=60)
     assert (process.returncode, out) == (130, ""), err[-2000:]
-    assert "Traceback" not in err and "moltflow:" not in err, "it ended by itself; the guard had nothing to do"
+    assert "Traceback" not in err
+    assert "moltflow: killed" not in err, "every process ended by itself"
 
 
 def _unblock_interrupts() -> None:
