@@ -4,6 +4,7 @@ MoltflowError
 ├── RecipeError      the recipe is wrong; raised before any worker starts
 ├── StoreError       a run folder, table or checkpoint is not what it should be
 ├── AgentError       user code broke the agent contract (a rollout fails, the run goes on)
+├── SandboxError     this machine does not isolate model-written code, which was not run (a rollout fails)
 ├── WorkerError      an engine, agent host or trainer rank died, hung or refused (the run stops)
 ├── TrainingDiverged a gradient was not finite; the weights are those before the step (the run stops)
 └── RolloutsFailed   so many groups failed that going on would be pointless (the run stops)
@@ -25,6 +26,10 @@ class StoreError(MoltflowError):
 
 
 class AgentError(MoltflowError):
+    pass
+
+
+class SandboxError(MoltflowError):
     pass
 
 
