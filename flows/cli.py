@@ -176,6 +176,8 @@ def _rollout_text(row: dict[str, Any]) -> Text:
     for message in json.loads(row["messages"]):
         text.append(f"  {message['role']}: ", style="cyan")
         text.append(f"{_printable(str(message.get('content')))}\n")
+        for call in message.get("tool_calls") or []:
+            text.append(f"    calls {_printable(json.dumps(call.get('function')))}\n")
     for span in row["spans"]:
         logprobs = " ".join(f"{value:.2f}" for value in row["logprobs"][span["start"] : span["end"]])
         text.append(f"  turn {span['turn']} at version {span['version']}: log-probs {logprobs}\n", style="dim")

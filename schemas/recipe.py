@@ -72,13 +72,15 @@ class PromptsConfig(Config):
     """Column with the prompt: a string (one user message) or a list of chat messages."""
     label: str = "label"
     """Column that the environment grades against; rows without it get null."""
+    tools: str = "tools"
+    """Column with tool definitions in OpenAI's form, offered to the policy in its prompt; rows may be without."""
     shuffle: bool = True
     """New order every epoch, drawn from `run.seed`; false keeps the order of the file."""
 
 
 class AgentConfig(Config):
     entry: Annotated[str, Field(pattern=r"^.+:[A-Za-z_]\w*$")]
-    """`module:Class` or `path/to/file.py:Class`, a subclass of `stages.agents.Env`."""
+    """`module:Class` or `path/to/file.py:Class`, a subclass of `stages.agents.Env` or `ChatAgent`."""
     args: dict[str, Any] = {}
     """Keyword arguments of the constructor."""
     max_turns: PositiveInt = 16
@@ -89,6 +91,8 @@ class AgentConfig(Config):
     """Deadline of one rollout, tools included; past it the rollout is recorded as `timeout`."""
     num_hosts: PositiveInt = 1
     """Processes that run agents."""
+    honor_request_sampling: bool = False
+    """A `ChatAgent`'s requests decide the temperature they are sampled and trained at; `top_p`, `top_k` are refused."""
 
 
 class SamplingConfig(Config):
@@ -124,10 +128,8 @@ class RolloutConfig(Config):
     @model_validator(mode="after")
     def _group_can_be_large_enough(self) -> Self:
         if self.min_group_size > self.group_size:
-            raise ValueError(
-                f"min_group_size: found {self.min_group_size}, above group_size = {self.group_size}; "
-                "allowed: at most group_size"
-            )
+            found = f"min_group_size: found {self.min_group_size}"
+            raise ValueError(f"{found}; allowed: at most group_size = {self.group_size}")
         return self
 
 
@@ -239,6 +241,10 @@ class EngineConfig(Config):
     """Sequences that an engine decodes at the same time."""
     kv_cache_bytes: PositiveInt | None = None
     """Size of the key-value cache; unset lets vLLM measure it (GPU) or takes 1 GiB (CPU)."""
+    tool_parser: str | None = None
+    """vLLM's parser of the model's tool calls, e.g. `hermes`; unset leaves calls in the text."""
+    reasoning_parser: str | None = None
+    """vLLM's parser of the model's reasoning, e.g. `qwen3`; unset leaves reasoning in the text."""
     args: dict[str, Any] = {}
     """Any other argument of vLLM's AsyncEngineArgs, under vLLM's own name."""
     timeout_seconds: PositiveFloat = 600.0
@@ -300,6 +306,8 @@ class SFTDataConfig(Config):
     """JSONL file of conversations, local or fsspec URI."""
     messages: str = "messages"
     """Column with the chat messages; the last one is the assistant's and is the one that is trained."""
+    tools: str = "tools"
+    """Column with tool definitions in OpenAI's form; rows may be without."""
     batch_size: PositiveInt = 64
     """Conversations per optimizer step."""
     max_tokens: PositiveInt = 2048

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Literal
 
+from schemas.chat import ParsedTurn
 from schemas.recipe import SamplingConfig
 
 
@@ -36,6 +37,7 @@ class Prompt:
     index: int
     messages: list[dict[str, Any]]
     label: Any = None
+    tools: list[dict[str, Any]] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,19 +169,29 @@ class StepResult:
 
 
 @dataclass(frozen=True, slots=True)
+class ParseOptions:
+    """How a sampled turn becomes a chat message: `tools` that may be called, `stop` the string that ended it."""
+
+    tools: list[dict[str, Any]] = field(default_factory=list)
+    stop: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class GenerateRequest:
-    """One turn for an engine: exact token ids in, a sample for each of `request_ids` out."""
+    """One turn for an engine: exact token ids in, a sample for each of `request_ids` out, parsed if `parse` is set."""
 
     request_ids: tuple[str, ...]
     token_ids: Sequence[int]
     sampling: SamplingConfig
+    parse: ParseOptions | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Generation:
     """What an engine sampled: `token_ids` with the `logprobs` it gave them, and the policy version by span.
 
-    `versions` holds (version, start, end) over `token_ids`. `finish_reason` is stop, length or abort. Example:
+    `versions` holds (version, start, end) over `token_ids`. `finish_reason` is stop, length or abort; `stop` is the
+    string of the request that ended it; `parsed` is there if the request asked for it. Example:
     `Generation("r1", [53, 54, 2], [-0.1, -0.7, -0.01], ((3, 0, 2), (4, 2, 3)), "stop")`: a refit came before the last.
     """
 
@@ -189,3 +201,5 @@ class Generation:
     versions: tuple[tuple[int, int, int], ...]
     finish_reason: str
     error: str | None = None
+    stop: str | None = None
+    parsed: ParsedTurn | None = None

@@ -32,12 +32,27 @@ def read_prompts(config: PromptsConfig, path: str | None = None) -> list[Prompt]
                 f"{uri}, row {index + 1}: column {config.prompt!r} has {json.dumps(value)[:80]}; "
                 "allowed: text, or a list of chat messages, each with a role"
             )
-        prompts.append(Prompt(index, messages, rows[index].get(config.label)))
+        tools = rows[index].get(config.tools) or []
+        if not _are_tools(tools):
+            raise RecipeError(
+                f"{uri}, row {index + 1}: column {config.tools!r} has {json.dumps(tools)[:80]}; allowed: a list of "
+                '{"type": "function", "function": {"name": ...}}, or nothing'
+            )
+        prompts.append(Prompt(index, messages, rows[index].get(config.label), tools))
     return prompts
 
 
 def _are_messages(value: Any) -> bool:
     return isinstance(value, list) and bool(value) and all(isinstance(m, dict) and "role" in m for m in value)
+
+
+def _are_tools(value: Any) -> bool:
+    return isinstance(value, list) and all(
+        isinstance(tool, dict)
+        and isinstance(tool.get("function"), dict)
+        and isinstance(tool["function"].get("name"), str)
+        for tool in value
+    )
 
 
 def prompt_stream(

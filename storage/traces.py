@@ -29,7 +29,7 @@ LIGHT_COLUMNS = (
     "oldest_version",
     "newest_version",
 )
-TOKEN_COLUMNS = ("token_ids", "logprobs", "spans")
+TOKEN_COLUMNS = ("token_ids", "logprobs", "spans", "turns")
 
 
 class Traces:
@@ -53,7 +53,7 @@ class Traces:
         return _groups(self.table.read(LIGHT_COLUMNS, where))
 
     def tokens(self, rows: Sequence[int]) -> list[dict[str, Any]]:
-        """`token_ids`, `logprobs` and `spans` of the given row ids, in their order."""
+        """`token_ids`, `logprobs`, `spans` and `turns` of the given row ids, in their order."""
         self.table.refresh()
         return self.table.take(rows, TOKEN_COLUMNS)
 

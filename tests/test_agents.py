@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from recipes.quickstart.prepare import build_model
+from recipes.quickstart.prepare import CHAT_TEMPLATE, build_model, build_tokenizer
 from schemas.errors import AgentError, MoltflowError, RecipeError, WorkerError
 from schemas.recipe import AgentConfig, SamplingConfig
 from schemas.types import Generation, GroupTask, Prompt, Status
@@ -30,7 +30,7 @@ PROMPT = [{"role": "user", "content": "21"}]
 @pytest.fixture(scope="session")
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("model")
-    build_model(folder, seed=0)
+    build_model(folder, 0, build_tokenizer(), CHAT_TEMPLATE)
     return folder
 
 
@@ -193,6 +193,7 @@ def test_what_the_environment_is_shown_is_a_copy(run: Run) -> None:
 def test_an_environment_sees_the_conversation_the_action_and_the_label(run: Run) -> None:
     env = Answering(Result(observation="again", terminated=False), Result(reward=1.0))
     run(env, "21<|end|>", "12<|end|>", label={"answer": "12"})
+    assert isinstance(env.states[1].pop("sampling_params"), SamplingConfig)
     assert env.states[1] == {
         "observation_text": "21\n21\nagain",
         "action_text": "12",
@@ -261,10 +262,7 @@ def test_a_rollout_without_a_reward_is_not_worth_zero(run: Run) -> None:
 def test_a_reward_that_cannot_be_trained_is_refused(run: Run, reward: float) -> None:
     rollout = run(Answering(Result(reward=reward)))
     assert (rollout.status, rollout.reward) == (Status.AGENT_ERROR, None)
-    assert (
-        rollout.error
-        == f"step made the reward {reward}; allowed: numbers up to 1e+30 in size, None where there is none"
-    )
+    assert rollout.error == f"the agent made the reward {reward}; allowed: numbers up to 1e+30 in size, None for none"
 
 
 # ---- budgets ----
@@ -402,12 +400,12 @@ def test_whatever_user_code_raises_is_the_outcome_of_its_rollout(
 @pytest.mark.parametrize(
     ("result", "error"),
     [
-        (None, "step returned NoneType; allowed: stages.agents.Result"),
-        (1.0, "step returned float"),
-        ((1.0, True), "step returned tuple"),
-        ({"reward": 1.0}, "step returned dict"),
+        (None, "the agent returned NoneType; allowed: stages.agents.Result"),
+        (1.0, "the agent returned float"),
+        ((1.0, True), "the agent returned tuple"),
+        ({"reward": 1.0}, "the agent returned dict"),
         (Result(reward="high"), "ValueError: could not convert string to float"),  # type: ignore[arg-type]
-        (Result(reward=1.0, score=float("nan")), "step made the score nan"),
+        (Result(reward=1.0, score=float("nan")), "the agent made the score nan"),
         (Result(observation=7, terminated=False), "the observation is a int; allowed: text, or"),  # type: ignore[arg-type]
         (Result(observation={"role": "user"}, terminated=False), "the observation is a dict"),  # type: ignore[arg-type]
         (Result(observation=["a"], terminated=False), "the observation is a list; allowed: text, or"),  # type: ignore[list-item]
@@ -659,8 +657,8 @@ def test_an_agent_is_named_by_module_or_file(tmp_path: Path) -> None:
     assert load_agent("recipes.quickstart.agent:SortDigits").__name__ == "SortDigits"
     assert load_agent(f"{file}:Mine").__name__ == "Mine"
     for entry, error in {
-        f"{file}:Nine": r"has no 'Nine'; its environments are \['Mine'\]",
-        f"{file}:Other": "allowed: a subclass of stages.agents.Env",
+        f"{file}:Nine": r"has no 'Nine'; its agents are \['Mine'\]",
+        f"{file}:Other": "allowed: a subclass of stages.agents' Env or ChatAgent",
         f"{tmp_path}/no.py:Mine": "no file",
         "no.such.module:Mine": "cannot import 'no.such.module'",
         "Mine": "allowed: module:Class or path/to/file.py:Class",
@@ -691,7 +689,7 @@ def test_messages_are_copied_and_must_be_plain_json() -> None:
         ("import a_module_that_is_not_there", "ModuleNotFoundError"),
         ("import sys; sys.exit(7)", "SystemExit: 7"),
         ("from stages.agents import Env\nclass Agent(Env): pass", "defines no step"),
-        ("Agent = 3", "allowed: a subclass of stages.agents.Env"),
+        ("Agent = 3", "allowed: a subclass of stages.agents' Env or ChatAgent"),
     ],
 )
 def test_an_agent_file_that_cannot_be_used_is_refused_by_its_key(tmp_path: Path, source: str, says: str) -> None:

@@ -217,7 +217,7 @@ def test_rules_across_fields_name_their_keys_and_where_these_come_from() -> None
         "allowed: token, or max_policy_lag = 0"
     ]
     assert problems(RL + "rollout: {min_group_size: 9}") == [
-        "rollout.min_group_size (1.yaml:7): found 9, above group_size = 8; allowed: at most group_size"
+        "rollout.min_group_size (1.yaml:7): found 9; allowed: at most group_size = 8"
     ]
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from stages.algorithms.correction import MAX_LOG_RATIO, correction_weights, log_ratio, mismatch_sums
-from stages.algorithms.logprobs import token_logprobs
+from stages.algorithms.logprobs import token_logprobs, token_temperatures
 from stages.algorithms.losses import policy_gradient, token_mean
 from stages.algorithms.masks import action_mask
 
@@ -122,19 +122,39 @@ def test_no_token_past_the_bound_is_ever_trained(
 )
 def test_logprobs_are_those_of_the_tempered_softmax(temperature: float, expected: list[float]) -> None:
     logits = torch.tensor([2.0, 1.0, 0.0]).expand(1, 4, 3)
-    assert token_logprobs(logits, torch.tensor([[0, 0, 1, 2]]), temperature)[0].tolist() == close(0.0, *expected)
+    temperatures = torch.full((1, 4), temperature)
+    assert token_logprobs(logits, torch.tensor([[0, 0, 1, 2]]), temperatures)[0].tolist() == close(0.0, *expected)
+
+
+def test_each_token_has_the_logprob_of_the_temperature_that_sampled_it() -> None:
+    # prompt, a turn of two tokens at 0.6, an observation, a turn of one token at 2; a second row at 1 throughout.
+    # logits / 2 = 1, 0.5, 0: log(e + e^0.5 + 1) = 1.6802
+    turns = [{"temperature": 0.6}, {"temperature": 2.0}]
+    spans = [{"start": 1, "end": 2, "turn": 0}, {"start": 2, "end": 3, "turn": 0}, {"start": 4, "end": 5, "turn": 1}]
+    temperatures = token_temperatures(spans, turns, 5)
+    assert temperatures.tolist() == close(1, 0.6, 0.6, 1, 2)
+    logits = torch.tensor([2.0, 1.0, 0.0]).expand(2, 5, 3)
+    token_ids = torch.tensor([[0, 0, 1, 2, 1], [0, 0, 1, 2, 1]])
+    first, second = token_logprobs(logits, token_ids, torch.stack([temperatures, torch.ones(5)]))
+    assert first.tolist() == close(0, -0.2026, -1.8692, -2.4076, 0.5 - 1.6802)
+    assert second.tolist() == close(0, -0.4076, -1.4076, -2.4076, -1.4076)
+
+
+def test_a_span_of_a_turn_that_is_not_stored_is_refused() -> None:
+    with pytest.raises(ValueError, match="belongs to none of the segment's 1 turns"):
+        token_temperatures([{"start": 0, "end": 1, "turn": 1}], [{"temperature": 1.0}], 1)
 
 
 def test_a_token_is_predicted_by_the_position_before_it() -> None:
     logits = torch.full((1, 3, 2), -20.0)
     logits[0, 0, 1] = logits[0, 1, 0] = 20.0  # after token 0 comes 1, after token 1 comes 0
-    assert token_logprobs(logits, torch.tensor([[0, 1, 0]]), 1.0)[0].tolist() == close(0, 0, 0)
-    assert token_logprobs(logits, torch.tensor([[0, 0, 1]]), 1.0)[0].tolist() == close(0, -40, -40)
+    assert token_logprobs(logits, torch.tensor([[0, 1, 0]]), torch.ones(1, 3))[0].tolist() == close(0, 0, 0)
+    assert token_logprobs(logits, torch.tensor([[0, 0, 1]]), torch.ones(1, 3))[0].tolist() == close(0, -40, -40)
 
 
 def test_logprobs_of_bfloat16_logits_are_computed_in_float32() -> None:
     logits = torch.tensor([[[2.0, 1.0, 0.0]] * 2], dtype=torch.bfloat16)
-    logprobs = token_logprobs(logits, torch.tensor([[0, 1]]), 1.0)
+    logprobs = token_logprobs(logits, torch.tensor([[0, 1]]), torch.ones(1, 2))
     assert logprobs.dtype == torch.float32 and logprobs[0, 1].item() == pytest.approx(-1.4076, abs=1e-4)
 
 
@@ -226,7 +246,7 @@ def test_the_gradient_is_the_same_in_1_2_or_4_microbatches(num_microbatches: int
     def gradient(pieces: int) -> torch.Tensor:
         losses = []
         for part in torch.arange(4).chunk(pieces):
-            logprobs = token_logprobs(inputs[part] @ weight, token_ids[part], 1.0)
+            logprobs = token_logprobs(inputs[part] @ weight, token_ids[part], torch.ones(token_ids[part].shape))
             losses.append(
                 step_loss(logprobs, rollout[part], advantages[part], mask[part], float(mask.sum()), high=50.0)
             )

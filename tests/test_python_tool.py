@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from recipes.quickstart.prepare import build_model
+from recipes.quickstart.prepare import CHAT_TEMPLATE, build_model, build_tokenizer
 from schemas.errors import AgentError
 from schemas.recipe import AgentConfig, SamplingConfig
 from schemas.types import Generation, GroupTask, Prompt, Status
@@ -226,7 +226,7 @@ class Scripted:
 async def test_a_rollout_of_several_turns(
     tmp_path: Path, turns: tuple[str, ...], max_turns: int, reward: float, status: Status
 ) -> None:
-    build_model(tmp_path, seed=0)
+    build_model(tmp_path, 0, build_tokenizer(), CHAT_TEMPLATE)
     renderer = ChatRenderer(str(tmp_path))
     engine = Scripted(renderer, *(f"{turn}<|end|>" for turn in turns))
     config = AgentConfig(entry="x:Y", max_turns=max_turns, max_context_tokens=4000, timeout_seconds=120)

@@ -11,6 +11,7 @@ import random
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 FOLDER = Path(__file__).parent / "build"
 SPECIAL_TOKENS = ["<|pad|>", "<|user|>", "<|assistant|>", "<|end|>"]
@@ -25,19 +26,25 @@ NUM_PROMPTS = 8192
 NUM_HELD_OUT = 400
 
 
-def build_model(folder: Path, seed: int) -> None:
-    """A Qwen3 of 0.14 million random parameters, with its tokenizer, in Hugging Face layout."""
-    import torch
+def build_tokenizer() -> Any:
+    """One token a byte."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE(vocab={byte: index for index, byte in enumerate(alphabet)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(SPECIAL_TOKENS)
+    return tokenizer
+
+
+def build_model(folder: Path, seed: int, tokenizer: Any, chat_template: str, max_tokens: int = 512) -> None:
+    """A Qwen3 of 0.14 million random parameters, with its tokenizer, in Hugging Face layout."""
+    import torch
+    from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>", pad_token="<|pad|>")
-    fast.chat_template = CHAT_TEMPLATE
+    fast.chat_template = chat_template
     fast.save_pretrained(folder)
 
     torch.manual_seed(seed)
@@ -49,7 +56,7 @@ def build_model(folder: Path, seed: int) -> None:
         num_attention_heads=2,
         num_key_value_heads=1,
         head_dim=32,
-        max_position_embeddings=512,
+        max_position_embeddings=max_tokens,
         tie_word_embeddings=True,
         bos_token_id=None,
         eos_token_id=fast.eos_token_id,
@@ -64,9 +71,9 @@ def build_data(folder: Path, seed: int) -> None:
     random.Random(seed).shuffle(numbers)
     held_out, rest = numbers[:NUM_HELD_OUT], numbers[NUM_HELD_OUT:]
     prompts, taught = rest[:NUM_PROMPTS], rest[NUM_PROMPTS : NUM_PROMPTS + NUM_CONVERSATIONS]
-    _write(folder / "held_out.jsonl", [{"prompt": number, "label": _sorted(number)} for number in held_out])
-    _write(folder / "prompts.jsonl", [{"prompt": number, "label": _sorted(number)} for number in prompts])
-    _write(folder / "conversations.jsonl", [{"messages": _conversation(number)} for number in taught])
+    write_rows(folder / "held_out.jsonl", [{"prompt": number, "label": _sorted(number)} for number in held_out])
+    write_rows(folder / "prompts.jsonl", [{"prompt": number, "label": _sorted(number)} for number in prompts])
+    write_rows(folder / "conversations.jsonl", [{"messages": _conversation(number)} for number in taught])
 
 
 def _sorted(number: str) -> str:
@@ -77,13 +84,13 @@ def _conversation(number: str) -> list[dict[str, str]]:
     return [{"role": "user", "content": number}, {"role": "assistant", "content": _sorted(number)}]
 
 
-def _write(path: Path, rows: Sequence[Mapping[str, object]]) -> None:
+def write_rows(path: Path, rows: Sequence[Mapping[str, object]]) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def build(folder: Path = FOLDER, seed: int = 0) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    build_model(folder / "model", seed)
+    build_model(folder / "model", seed, build_tokenizer(), CHAT_TEMPLATE)
     build_data(folder, seed)
 
 

@@ -16,13 +16,15 @@ import importlib.util
 import inspect
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from schemas.errors import AgentError, RecipeError
+from stages.agents.chat import ChatAgent
+from stages.agents.runners import StepEnvRunner
 
 
 @dataclass
@@ -68,24 +70,40 @@ class Env:
         return None
 
 
-def load_agent(entry: str) -> type[Env]:
-    """The class named by `module:Class` or `path/to/file.py:Class`. Raises RecipeError naming what is wrong."""
+def load_agent(entry: str) -> type[Env] | type[ChatAgent]:
+    """The class named by `module:Class` or `path/to/file.py:Class`, which may be a runner's. Raises RecipeError naming
+    what is wrong."""
     where, _, name = entry.rpartition(":")
     if not where or not name:
         raise RecipeError(f"agent.entry: found {entry!r}; allowed: module:Class or path/to/file.py:Class")
     module = _load_file(Path(where)) if where.endswith(".py") else _import(where)
     if not hasattr(module, name):
-        classes = [n for n, v in vars(module).items() if isinstance(v, type) and issubclass(v, Env) and v is not Env]
-        raise RecipeError(f"agent.entry: {where} has no {name!r}; its environments are {classes}")
+        classes = [name for name, value in vars(module).items() if _is_agent(value)]
+        raise RecipeError(f"agent.entry: {where} has no {name!r}; its agents are {classes}")
     agent = getattr(module, name)
-    if not (isinstance(agent, type) and issubclass(agent, Env)):
-        raise RecipeError(f"agent.entry: {entry} is {agent!r}; allowed: a subclass of stages.agents.Env")
-    if agent.step is Env.step:
-        raise RecipeError(f"agent.entry: {entry} defines no step(state); allowed: an Env that does")
+    if isinstance(agent, type) and issubclass(agent, StepEnvRunner):
+        agent = _named(entry, agent)
+    if not _is_agent(agent):
+        raise RecipeError(f"agent.entry: {entry} is {agent!r}; allowed: a subclass of stages.agents' Env or ChatAgent")
+    method = "step" if issubclass(agent, Env) else "run"
+    if getattr(agent, method) in (Env.step, ChatAgent.run):
+        argument = "state" if method == "step" else "ctx"
+        raise RecipeError(f"agent.entry: {entry} defines no {method}({argument}); allowed: an agent that does")
     return agent
 
 
-def check_arguments(entry: str, agent: type[Env], arguments: Mapping[str, Any]) -> None:
+def _named(entry: str, runner: Callable[[], StepEnvRunner]) -> Any:
+    try:
+        return runner().agent
+    except Exception as failure:  # user code
+        raise RecipeError(f"agent.entry: cannot make {entry}: {type(failure).__name__}: {failure}") from failure
+
+
+def _is_agent(value: Any) -> bool:
+    return isinstance(value, type) and issubclass(value, Env | ChatAgent) and value not in (Env, ChatAgent)
+
+
+def check_arguments(entry: str, agent: type[Env] | type[ChatAgent], arguments: Mapping[str, Any]) -> None:
     """Raise RecipeError when the constructor does not take the arguments: found once, not in every rollout."""
     try:
         signature = inspect.signature(agent)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 from uuid import uuid4
@@ -10,6 +11,7 @@ from uuid import uuid4
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from schemas.errors import RecipeError
+from stages.agents.messages import canonical_messages, canonical_tools
 
 
 class ChatRenderer:
@@ -23,34 +25,42 @@ class ChatRenderer:
             raise RecipeError(f"model.path: the tokenizer of {model_path} has no chat template, which prompts need")
         # Stands for a sampled turn in a render; what follows it is the delta. Nobody can guess and say it.
         self._sentinel = f"\u2402{uuid4().hex}\u2402"
-        self._prompt = lru_cache(maxsize=256)(lambda text: tuple(self._tokenize(self._render(json.loads(text)))))
+        self._prompt = lru_cache(maxsize=256)(lambda text: tuple(self.tokenize(self.render(*json.loads(text)))))
 
-    def prompt(self, messages: list[dict[str, Any]]) -> list[int]:
+    def prompt(self, messages: list[dict[str, Any]], tools: Sequence[Mapping[str, Any]] = ()) -> list[int]:
         """Token ids of a conversation up to where the policy speaks."""
-        return list(self._prompt(json.dumps(messages)))  # all rollouts of a group ask for the same one
+        return list(self._prompt(json.dumps([messages, list(tools)])))  # all rollouts of a group ask for the same one
 
-    def delta(self, messages: list[dict[str, Any]], new: list[dict[str, Any]], last_token: int) -> list[int]:
+    def delta(
+        self,
+        messages: list[dict[str, Any]],
+        new: list[dict[str, Any]],
+        last_token: int,
+        tools: Sequence[Mapping[str, Any]] = (),
+    ) -> list[int]:
         """Token ids between the policy's last turn and its next one.
 
         `messages` ends before the policy's turn, `new` follows it. A leading end-of-turn token is left out when the
         policy sampled it itself (`last_token`); a turn that was cut off gets it from the template.
         """
         spoken = [*messages, {"role": "assistant", "content": self._sentinel}, *new]
-        _, *after = self._render(spoken).split(self._sentinel)
+        _, *after = self.render(spoken, tools).split(self._sentinel)
         if len(after) != 1:
             raise RecipeError(
                 "the chat template drops, changes or repeats the assistant's text; several turns need it once, as it is"
             )
-        token_ids = self._tokenize(after[0])
+        token_ids = self.tokenize(after[0])
         return token_ids[1:] if token_ids and token_ids[0] == last_token else token_ids
 
-    def answer(self, messages: list[dict[str, Any]], reply: dict[str, Any]) -> list[int]:
+    def answer(
+        self, messages: list[dict[str, Any]], reply: dict[str, Any], tools: Sequence[Mapping[str, Any]] = ()
+    ) -> list[int]:
         """Token ids of an assistant's reply as the policy would have to sample them, end of turn included."""
-        history = self._render(messages)
-        whole = str(self.tokenizer.apply_chat_template([*messages, reply], tokenize=False))
+        history = self.render(messages, tools)
+        whole = self.render([*messages, reply], tools, {"add_generation_prompt": False})
         if not whole.startswith(history):
             raise RecipeError("the chat template renders the prompt differently once it is answered")
-        token_ids = self._tokenize(whole[len(history) :])
+        token_ids = self.tokenize(whole[len(history) :])
         ends = [index for index, token in enumerate(token_ids) if token == self.tokenizer.eos_token_id]
         if not ends:
             raise RecipeError(f"the chat template ends no turn with the end token {self.tokenizer.eos_token!r}")
@@ -60,9 +70,16 @@ class ChatRenderer:
         """What the policy said, special tokens removed."""
         return str(self.tokenizer.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
-    def _render(self, messages: list[dict[str, Any]]) -> str:
-        rendered = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        return str(rendered)
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] = (),
+        template_args: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The text of a conversation up to where the policy speaks. Templates raise what they like."""
+        options = {"tokenize": False, "add_generation_prompt": True, **(template_args or {})}
+        shown, offered = canonical_messages(messages), canonical_tools(tools) or None
+        return str(self.tokenizer.apply_chat_template(shown, tools=offered, **options))
 
-    def _tokenize(self, text: str) -> list[int]:
+    def tokenize(self, text: str) -> list[int]:
         return list(self.tokenizer.encode(text, add_special_tokens=False))

@@ -13,18 +13,27 @@ import random
 import uuid
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from schemas.errors import WorkerError
 from schemas.recipe import RLRecipe, SamplingConfig
-from schemas.types import GenerateRequest, Generation, GroupTask, Shard
-from stages.agents.contract import Env, load_agent
+from schemas.types import GenerateRequest, Generation, GroupTask, ParseOptions, Shard
+from stages.agents.attempt import Attempt
+from stages.agents.chat import ChatAgent
+from stages.agents.contract import load_agent
 from stages.agents.loop import Rollout, run_env
 from stages.agents.rendering import ChatRenderer
+from stages.agents.segment import Segment
+from stages.capture.marks import Marks
+from stages.capture.recorder import Recorder
+from stages.capture.rollout import ChatRollout, run_chat
+from stages.capture.segments import CapturedSegment
+from stages.capture.server import CaptureServer
 from storage.traces import Traces
 
-MAX_BLOCKING_AGENTS = 256
+MAX_BLOCKING_AGENTS = 2048
 COALESCE_SECONDS = 0.02
 """Groups that finish within this time share a fragment: fewer files, fewer commits."""
 
@@ -33,12 +42,14 @@ class AgentWorker:
     def __init__(self, recipe: RLRecipe, run_uri: str, run_attempt: int, name: str, engines: Sequence[Any]) -> None:
         self._config = recipe.agent
         agent = load_agent(recipe.agent.entry)
-        self._make_env: Callable[..., Any] = partial(agent, **recipe.agent.args)
+        self._make_agent: Callable[..., Any] = partial(agent, **recipe.agent.args)
         if agent.__init__ is object.__init__ and not recipe.agent.args:  # nothing that could block: no thread needed
-            self._make_env = _async(agent)
+            self._make_agent = _async(agent)
+        self._server = CaptureServer() if issubclass(agent, ChatAgent) else None
         self._renderer = ChatRenderer(recipe.model.path, recipe.model.trust_remote_code)
         self._run_uri = run_uri
         self._run_attempt = run_attempt
+        self._marks = Marks(self._renderer)
         # A single-turn group waits for its last rollout anyway, so its rollouts may share one request.
         self._engines = [EngineClient(name, engine, merge=self._config.max_turns == 1) for engine in engines]
         self._threads = ThreadPoolExecutor(MAX_BLOCKING_AGENTS, thread_name_prefix="agent")
@@ -46,7 +57,8 @@ class AgentWorker:
         self._outputs: dict[str, TableOutput] = {}
 
     async def ready(self) -> None:
-        return None
+        if self._server is not None:
+            await self._server.start()
 
     async def submit(self, table: str, tasks: Sequence[GroupTask]) -> None:
         """Start groups; their traces go to the run's table of that name."""
@@ -75,21 +87,9 @@ class AgentWorker:
         engine.num_groups += 1
         try:
             seed = random.Random(f"{task.seed}-{output.table}-{task.sequence}").getrandbits(48)
-            rollouts = await asyncio.gather(
-                *(
-                    run_env(
-                        self._make_env,
-                        task,
-                        seed,
-                        engine.generate,
-                        self._renderer,
-                        self._config,
-                        self._threads,
-                    )
-                    for _ in range(task.group_size)
-                )
-            )
-            output.add([_row(task, index, rollout, self._run_attempt) for index, rollout in enumerate(rollouts)])
+            rollouts = await asyncio.gather(*(self._run(task, seed, engine) for _ in range(task.group_size)))
+            rows = [row for index, rollout in enumerate(rollouts) for row in _rows(task, index, rollout)]
+            output.add([row | {"run_attempt": self._run_attempt} for row in rows])
         except Exception as failure:  # not the agent's doing: the driver must not wait for this group
             output.fail(failure)
         except asyncio.CancelledError:
@@ -100,12 +100,19 @@ class AgentWorker:
             engine.num_groups -= 1
             self._groups.pop(task.group_id, None)
 
+    async def _run(self, task: GroupTask, seed: int, engine: EngineClient) -> Rollout | ChatRollout:
+        config, threads = self._config, self._threads
+        if self._server is None:
+            return await run_env(self._make_agent, task, seed, engine.generate, self._renderer, config, threads)
+        recorder = Recorder(engine.generate, self._renderer, self._marks, config, task.sampling)
+        return await run_chat(self._make_agent, task, seed, self._server, recorder, config, threads)
 
-def _async(agent: Callable[[], Env]) -> Callable[[], Awaitable[Env]]:
-    async def make_env() -> Env:
+
+def _async(agent: Callable[[], Any]) -> Callable[[], Awaitable[Any]]:
+    async def make_agent() -> Any:
         return agent()
 
-    return make_env
+    return make_agent
 
 
 class EngineClient:
@@ -121,15 +128,17 @@ class EngineClient:
         self._count = 0
         self._collector: asyncio.Task[None] | None = None
 
-    async def generate(self, token_ids: list[int], sampling: SamplingConfig) -> Generation:
-        """Sample one turn. A cancelled caller aborts its request."""
+    async def generate(
+        self, token_ids: list[int], sampling: SamplingConfig, parse: ParseOptions | None = None
+    ) -> Generation:
+        """Sample one turn, parsed if asked for. A cancelled caller aborts its request."""
         loop = asyncio.get_running_loop()
         self._count += 1
         request_id = f"{self._name}-{self._count}"
         future = self._waiting[request_id] = loop.create_future()
         if not self._unsent:
             loop.call_soon(self._send)
-        self._unsent.append(GenerateRequest((request_id,), tuple(token_ids), sampling))
+        self._unsent.append(GenerateRequest((request_id,), tuple(token_ids), sampling, parse))
         if self._collector is None:
             self._collector = loop.create_task(self._collect())
         try:
@@ -172,9 +181,9 @@ def _merged(requests: Sequence[GenerateRequest]) -> list[GenerateRequest]:
         if request.sampling.temperature == 0:  # vLLM takes one sample at a time of what has no chance in it
             merged[request.request_ids] = request
             continue
-        key = (tuple(request.token_ids), request.sampling.model_dump_json())
+        key = (tuple(request.token_ids), request.sampling.model_dump_json(), repr(request.parse))
         ids = merged[key].request_ids if key in merged else ()
-        merged[key] = GenerateRequest((*ids, *request.request_ids), request.token_ids, request.sampling)
+        merged[key] = replace(request, request_ids=(*ids, *request.request_ids))
     return list(merged.values())
 
 
@@ -206,29 +215,34 @@ class TableOutput:
         return await asyncio.to_thread(self._traces.write, rows)
 
 
-def _row(task: GroupTask, index: int, rollout: Rollout, run_attempt: int) -> dict[str, Any]:
-    versions = [span["version"] for span in rollout.spans]
+def _rows(task: GroupTask, index: int, rollout: Rollout | ChatRollout) -> list[dict[str, Any]]:
+    """A row for each segment; an attempt without any has one without tokens, so that its outcome is counted."""
+    segments: Sequence[Segment] = rollout.segments or [CapturedSegment(opened="new", messages=task.prompt.messages)]
+    return [_row(task, index, number, segment, rollout) for number, segment in enumerate(segments)]
+
+
+def _row(task: GroupTask, index: int, number: int, segment: Any, rollout: Attempt) -> dict[str, Any]:
+    versions = [span["version"] for span in segment.spans]
     return {
         "sequence": task.sequence,
         "group_id": task.group_id,
         "rollout": index,
-        "segment": 0,
-        "run_attempt": run_attempt,
+        "segment": number,
         "status": str(rollout.status),
         "error": rollout.error,
-        "token_ids": rollout.token_ids,
-        "logprobs": rollout.logprobs,
-        "spans": rollout.spans,
-        "num_tokens": len(rollout.token_ids),
-        "num_sampled": sum(span["end"] - span["start"] for span in rollout.spans),
+        "token_ids": segment.token_ids,
+        "logprobs": segment.logprobs,
+        "spans": segment.spans,
+        "num_tokens": len(segment.token_ids),
+        "num_sampled": sum(span["end"] - span["start"] for span in segment.spans),
         "oldest_version": min(versions, default=-1),
         "newest_version": max(versions, default=-1),
-        "turns": rollout.turns,
+        "turns": segment.turns,
         "reward": rollout.reward,
         "reward_components": json.dumps(rollout.reward_components),
         "score": rollout.score,
-        "messages": json.dumps(rollout.messages, default=str),
-        "tools": "[]",
+        "messages": json.dumps(segment.messages, default=str),
+        "tools": json.dumps(segment.tools),
         "label": json.dumps(task.prompt.label, default=str),
         "info": json.dumps(rollout.info, default=str),
         "image_hashes": [],

@@ -12,7 +12,7 @@ import ray
 from schemas.errors import WorkerError
 from schemas.recipe import RLRecipe
 from schemas.types import GroupTask, Shard
-from stages.agents.loop import MAX_CLOSE_SECONDS
+from stages.agents.attempt import MAX_CLOSE_SECONDS
 from stages.workers.agent import AgentWorker
 from stages.workers.calls import call, call_all, kill
 

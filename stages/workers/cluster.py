@@ -70,6 +70,19 @@ async def open_trainer(recipe: Recipe, run_uri: str) -> AsyncIterator[TrainerGro
 
 
 @asynccontextmanager
+async def open_engines(recipe: RLRecipe, run_attempt: int) -> AsyncIterator[EnginePool]:
+    """The engines alone, ready, with the weights that they loaded."""
+    device = select_device(recipe.device)
+    async with _open_ray(device):
+        engines = EnginePool(recipe, device, run_attempt)
+        try:
+            await engines.ready()
+            yield engines
+        finally:
+            await engines.close()
+
+
+@asynccontextmanager
 async def _open_ray(device: Device) -> AsyncIterator[None]:
     """Join the cluster that RAY_ADDRESS names, or start one on this machine that ends with this process."""
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # without bytecode every worker compiles thousands of files again

@@ -16,6 +16,7 @@ class TrainRow:
 
     token_ids: Sequence[int]
     rollout_logprobs: Sequence[float]
+    temperatures: torch.Tensor  # [tokens], those that the tokens were sampled at
     mask: ActionMask
     advantage: float
 
@@ -28,6 +29,7 @@ class Microbatch:
     attention_mask: torch.Tensor
     trained: torch.Tensor
     rollout_logprobs: torch.Tensor
+    temperatures: torch.Tensor
     advantages: torch.Tensor
 
 
@@ -39,6 +41,7 @@ def collate(rows: Sequence[TrainRow], device: torch.device) -> Microbatch:
     attention_mask = torch.ones(count, longest, dtype=torch.int64)
     trained = torch.zeros(count, longest, dtype=torch.bool)
     rollout_logprobs = torch.zeros(count, longest)
+    temperatures = torch.ones(count, longest)
     advantages = torch.zeros(count, longest)
     for index, row in enumerate(rows):
         length = len(row.token_ids)
@@ -46,7 +49,7 @@ def collate(rows: Sequence[TrainRow], device: torch.device) -> Microbatch:
         attention_mask[index, length:] = 0
         trained[index, :length] = row.mask.trained
         rollout_logprobs[index, :length] = torch.as_tensor(row.rollout_logprobs, dtype=torch.float32)
+        temperatures[index, :length] = row.temperatures
         advantages[index] = row.advantage
-    return Microbatch(
-        *(tensor.to(device) for tensor in (token_ids, attention_mask, trained, rollout_logprobs, advantages))
-    )
+    tensors = (token_ids, attention_mask, trained, rollout_logprobs, temperatures, advantages)
+    return Microbatch(*(tensor.to(device) for tensor in tensors))

@@ -19,11 +19,13 @@ def read_conversations(data: SFTDataConfig, model: ModelConfig) -> list[TrainRow
     """
     renderer = ChatRenderer(model.path, model.trust_remote_code)
     rows = []
-    for number, messages in enumerate(column(data.path, read_jsonl(data.path), data.messages), start=1):
+    table = read_jsonl(data.path)
+    for number, messages in enumerate(column(data.path, table, data.messages), start=1):
+        tools = table[number - 1].get(data.tools) or []
         if not messages or messages[-1].get("role") != "assistant":
             raise RecipeError(f"{data.path}, row {number}: the last message must be the assistant's")
-        prompt = renderer.prompt(messages[:-1])
-        answer = renderer.answer(messages[:-1], messages[-1])
+        prompt = renderer.prompt(messages[:-1], tools)
+        answer = renderer.answer(messages[:-1], messages[-1], tools)
         if len(prompt) + len(answer) > data.max_tokens:
             raise RecipeError(
                 f"{data.path}, row {number}: {len(prompt) + len(answer)} tokens; allowed: data.max_tokens = "
@@ -32,5 +34,6 @@ def read_conversations(data: SFTDataConfig, model: ModelConfig) -> list[TrainRow
         trained = torch.tensor([False] * len(prompt) + [True] * len(answer))
         token_ids = prompt + answer
         mask = ActionMask(trained, trained, torch.zeros(len(token_ids), dtype=torch.int64))
-        rows.append(TrainRow(token_ids, [0.0] * len(token_ids), mask, advantage=1.0))
+        count = len(token_ids)
+        rows.append(TrainRow(token_ids, [0.0] * count, torch.ones(count), mask, advantage=1.0))
     return rows

@@ -14,6 +14,7 @@ import asyncio
 import random
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,7 @@ from schemas.errors import RecipeError, WorkerError
 from schemas.recipe import RLRecipe
 from schemas.types import GenerateRequest, Generation
 from stages.workers.device import Device
+from stages.workers.parsing import TurnParser
 
 
 def engine_arguments(recipe: RLRecipe, device: Device, index: int, run_attempt: int) -> dict[str, Any]:
@@ -55,6 +57,7 @@ class EngineWorker:
         except TypeError as unknown:
             raise RecipeError(f"engine.args: {unknown}; allowed: the arguments of vLLM's AsyncEngineArgs") from None
         self._llm = AsyncLLM.from_engine_args(engine_args)
+        self._parser = TurnParser(self._llm.get_tokenizer(), recipe.engine.tool_parser, recipe.engine.reasoning_parser)
         self._finished: dict[str, asyncio.Queue[Generation]] = defaultdict(asyncio.Queue)
         self._running: dict[str, asyncio.Task[None]] = {}
 
@@ -97,7 +100,7 @@ class EngineWorker:
             if final is None or len(final.outputs) != len(request.request_ids):
                 raise WorkerError(f"request {request.request_ids[0]} ended without its samples")
             for request_id, completion in zip(request.request_ids, final.outputs, strict=True):
-                self._finished[client].put_nowait(_generation(request_id, completion))
+                self._finished[client].put_nowait(self._generation(request, request_id, completion))
         except asyncio.CancelledError:
             pass  # aborted by its client, which no longer waits for it
         except Exception as failure:  # reported to the client, which fails that one rollout
@@ -107,6 +110,25 @@ class EngineWorker:
         finally:
             for request_id in request.request_ids:
                 self._running.pop(request_id, None)
+
+    def _generation(self, request: GenerateRequest, request_id: str, completion: Any) -> Generation:
+        token_ids = completion.token_ids
+        logprobs = [at[token].logprob for at, token in zip(completion.logprobs or [], token_ids, strict=True)]
+        stop = completion.stop_reason if isinstance(completion.stop_reason, str) else None
+        parsed = None
+        if request.parse is not None:
+            ended_itself = completion.finish_reason == "stop" and stop is None
+            options = replace(request.parse, stop=stop)
+            parsed = self._parser.parse(request.token_ids, token_ids, ended_itself, options)
+        return Generation(
+            request_id=request_id,
+            token_ids=np.asarray(token_ids, dtype=np.int32),
+            logprobs=np.asarray(logprobs, dtype=np.float32),
+            versions=tuple((int(v.version), int(v.start), int(v.end)) for v in completion.weight_versions or []),
+            finish_reason=completion.finish_reason or "abort",
+            stop=stop,
+            parsed=parsed,
+        )
 
     # Weights: vLLM's own life cycle, driven by the refit stage
 
@@ -160,17 +182,4 @@ def _sampling_params(request: GenerateRequest) -> Any:
         logprobs=0,  # of the sampled token alone
         detokenize=bool(sampling.stop),
         output_kind=RequestOutputKind.FINAL_ONLY,
-    )
-
-
-def _generation(request_id: str, completion: Any) -> Generation:
-    token_ids = completion.token_ids
-    logprobs = [position[token].logprob for position, token in zip(completion.logprobs or [], token_ids, strict=True)]
-    spans = completion.weight_versions or []
-    return Generation(
-        request_id=request_id,
-        token_ids=np.asarray(token_ids, dtype=np.int32),
-        logprobs=np.asarray(logprobs, dtype=np.float32),
-        versions=tuple((int(span.version), int(span.start), int(span.end)) for span in spans),
-        finish_reason=completion.finish_reason or "abort",
     )

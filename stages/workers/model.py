@@ -22,7 +22,7 @@ import torch.distributed as dist
 from schemas.errors import StoreError, TrainingDiverged
 from schemas.recipe import CorrectionConfig, Recipe, RLRecipe, SFTRecipe
 from stages.algorithms.correction import correction_weights, log_ratio, mismatch_sums
-from stages.algorithms.logprobs import token_logprobs
+from stages.algorithms.logprobs import token_logprobs, token_temperatures
 from stages.algorithms.losses import LOSSES, policy_gradient, token_mean
 from stages.algorithms.masks import action_mask
 from stages.algorithms.microbatches import plan_microbatches
@@ -103,13 +103,14 @@ class ModelWorker:
             TrainRow(
                 trace["token_ids"],
                 trace["logprobs"],
+                token_temperatures(trace["spans"], trace["turns"], len(trace["token_ids"])),
                 action_mask(trace["spans"], len(trace["token_ids"]), step, recipe.window.max_policy_lag),
                 row["advantage"],
             )
             for row, trace in zip(mine, tokens, strict=True)
         ]
         microbatches = [row["microbatch"] for row in mine]
-        return self._optimize(rows, microbatches, recipe.correction, recipe.rollout.sampling.temperature)
+        return self._optimize(rows, microbatches, recipe.correction)
 
     def train_conversations(self, step: int) -> dict[str, float]:
         """Supervised step `step`: the policy gradient with advantage 1 on the assistant's tokens, uncorrected."""
@@ -127,11 +128,11 @@ class ModelWorker:
         plan = plan_microbatches([len(row.token_ids) for row in chosen], self._num_ranks, self._max_tokens)
         mine = [(row, microbatch) for row, (rank, microbatch) in zip(chosen, plan, strict=True) if rank == self._rank]
         off = CorrectionConfig(level="off")
-        metrics = self._optimize([row for row, _ in mine], [microbatch for _, microbatch in mine], off, 1.0)
+        metrics = self._optimize([row for row, _ in mine], [microbatch for _, microbatch in mine], off)
         return {name: value for name, value in metrics.items() if name.startswith("train/")}  # nothing was sampled
 
     def _optimize(
-        self, rows: Sequence[TrainRow], plan: Sequence[int], correction: CorrectionConfig, temperature: float
+        self, rows: Sequence[TrainRow], plan: Sequence[int], correction: CorrectionConfig
     ) -> dict[str, float]:
         """One optimizer step over all ranks' rows. A batch without any gradient leaves the weights as they are; one
         with a gradient that is not finite raises TrainingDiverged before it touches them."""
@@ -141,7 +142,7 @@ class ModelWorker:
         for index in range(int(totals["microbatches"])):
             chosen = [row for row, microbatch in zip(rows, plan, strict=True) if microbatch == index]
             batch = collate(chosen, self._torch_device)
-            self._loss(batch, correction, temperature, totals["trained"], sums).backward()
+            self._loss(batch, correction, totals["trained"], sums).backward()
         sums = self._reduce(sums, maxima=("max_abs",))
         learning_rate = self._schedule.get_last_lr()[0]
         grad_norm = clip_gradients(self._sharded, self._recipe.trainer.optimizer.max_grad_norm, self._num_ranks)
@@ -154,14 +155,9 @@ class ModelWorker:
         return _metrics(totals, sums, grad_norm, learning_rate, time.perf_counter() - start)
 
     def _loss(
-        self,
-        batch: Microbatch,
-        correction: CorrectionConfig,
-        temperature: float,
-        denominator: float,
-        sums: dict[str, float],
+        self, batch: Microbatch, correction: CorrectionConfig, denominator: float, sums: dict[str, float]
     ) -> torch.Tensor:
-        logprobs = token_logprobs(self._logits(batch), batch.token_ids, temperature)
+        logprobs = token_logprobs(self._logits(batch), batch.token_ids, batch.temperatures)
         ratio_log = log_ratio(logprobs, batch.rollout_logprobs, batch.trained)
         weights = correction_weights(ratio_log, correction.level, correction.low, correction.high)
         loss = token_mean(self._policy_loss(logprobs, batch.advantages, weights), batch.trained, denominator)

@@ -6,7 +6,9 @@ import asyncio
 import random
 from typing import Any
 
-from stages.agents import Env, Result
+import openai
+
+from stages.agents import ChatAgent, ChatContext, Env, Result
 
 
 class Parity(Env):
@@ -21,6 +23,22 @@ class Parity(Env):
         await asyncio.sleep(self._delay_seconds * random.lognormvariate(-0.5, 1.0))
         reward = float(sum(state["action_text"].encode()) % 2)
         return Result(reward=reward, observation="again", terminated=self._turns == 2)
+
+
+class TwoTemperatures(ChatAgent):
+    """Asks a second question at a temperature of its own; the reward varies whatever an untrained model says."""
+
+    async def run(self, ctx: ChatContext) -> Result:
+        client = openai.AsyncOpenAI(base_url=ctx.base_url, api_key=ctx.api_key)
+        messages: list[Any] = ctx.messages
+        for temperature in (0.5, 1.7):
+            answer = await client.chat.completions.create(
+                model=ctx.model_name, messages=messages, temperature=temperature
+            )
+            said = answer.choices[0].message.content or ""
+            messages = [*messages, {"role": "assistant", "content": said}, {"role": "user", "content": "again"}]
+        await client.close()
+        return Result(reward=float(sum(said.encode()) % 2))
 
 
 class Broken(Env):

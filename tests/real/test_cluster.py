@@ -13,13 +13,16 @@ import pytest
 
 from schemas.errors import RolloutsFailed, WorkerError
 from schemas.recipe import AgentConfig, RLRecipe
+from schemas.types import Filtered
+from stages.advantage import advantage
 from stages.filtering import filtering
 from stages.prompts import prompt_stream, read_prompts
 from stages.rollout import rollout
+from stages.train_step import train_step
 from stages.window import Window
 from stages.workers.agent_pool import AgentPool
 from stages.workers.cluster import Cluster, open_trainer
-from storage.batches import Outcomes
+from storage.batches import Batches, Outcomes
 from storage.runs import RunFolder
 from storage.traces import Traces
 
@@ -55,6 +58,20 @@ async def test_an_environment_that_never_ends_is_truncated_and_trained(cluster: 
     groups = await _first_batch(opened, recipe.model_copy(update={"agent": agent}), folder, 4000)
     assert {segment.status for group in groups for segment in group.segments} == {"truncated"}
     assert {segment.reward for group in groups for segment in group.segments} <= {1.0, 2.0, 3.0}
+
+
+async def test_the_trainer_recomputes_each_turn_at_the_temperature_that_a_request_chose(cluster: Opened) -> None:
+    opened, recipe, folder = cluster
+    agent = AgentConfig(
+        entry="tests.real.environments:TwoTemperatures", max_context_tokens=64, honor_request_sampling=True
+    )
+    groups = await _first_batch(opened, recipe.model_copy(update={"agent": agent}), folder, 6000)
+    rows = Traces(folder.uri).tokens([segment.row for group in groups for segment in group.segments])
+    chosen = {tuple(round(turn["temperature"], 4) for turn in row["turns"]) for row in rows}
+    assert (0.5, 1.7) in chosen
+    batch = advantage(Filtered(groups), 0, recipe.advantage)
+    trained = await train_step(batch, Batches(folder.uri), opened.trainer, recipe.trainer)
+    assert trained.metrics["train/trained_tokens"] > 0 and trained.metrics["mismatch/abs_max"] < 1e-4
 
 
 async def _first_batch(opened: Cluster, recipe: RLRecipe, folder: RunFolder, start: int) -> Any:

@@ -1,0 +1,1 @@
+"""The chat server that records what a user's agent samples, token by token."""

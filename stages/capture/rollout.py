@@ -1,0 +1,70 @@
+"""A rollout of an agent that owns its loop: its context, its attempt, its recorded segments."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Executor
+from copy import deepcopy
+from dataclasses import dataclass, field
+from typing import Any
+
+from schemas.recipe import AgentConfig
+from schemas.types import GroupTask, Status
+from stages.agents.attempt import Attempt, add_result, call_user, run_attempt
+from stages.agents.chat import ChatAgent, ChatContext, last_user_text
+from stages.agents.contract import as_messages
+from stages.capture.recorder import Recorder
+from stages.capture.segments import CapturedSegment
+from stages.capture.server import CaptureServer
+
+
+@dataclass(kw_only=True)
+class ChatRollout(Attempt):
+    """What became of one attempt of an agent, and the segments that it sampled."""
+
+    segments: list[CapturedSegment] = field(default_factory=list)
+
+
+async def run_chat(
+    make_agent: Callable[..., Any],
+    task: GroupTask,
+    seed: int,
+    server: CaptureServer,
+    recorder: Recorder,
+    config: AgentConfig,
+    threads: Executor,
+) -> ChatRollout:
+    """Run one rollout to its end and say how it ended; only a dead engine raises (WorkerError)."""
+    rollout = ChatRollout(seed=seed)
+
+    async def play(agent: ChatAgent) -> None:
+        async with server.open(recorder) as url:
+            context = ChatContext(
+                base_url=f"{url}/v1",
+                session_url=url,
+                api_key=recorder.key,
+                messages=as_messages(task.prompt.messages),
+                prompt=last_user_text(task.prompt.messages),
+                label=deepcopy(task.prompt.label),
+                sampling_params=task.sampling.model_copy(deep=True),
+                seed=seed,
+                tools=deepcopy(task.prompt.tools),
+            )
+            result = await call_user(threads, agent.run, context)
+        add_result(rollout, result)
+        if result.truncated or recorder.out_of_turns or recorder.session.out_of_context:
+            rollout.status = Status.TRUNCATED
+
+    try:
+        await run_attempt(rollout, make_agent, play, config, threads)
+    finally:
+        await recorder.close()
+    if recorder.failure is not None:
+        raise recorder.failure
+    rollout.segments = recorder.session.segments()
+    if recorder.overridden:
+        rollout.info["overridden_sampling"] = recorder.overridden
+    if rollout.status.trainable and not rollout.segments:
+        rollout.status, rollout.error = Status.AGENT_ERROR, "the agent ended without asking the policy anything"
+        rollout.reward = rollout.score = None
+    return rollout
