@@ -29,7 +29,7 @@ class Monitor:
         self._loop_started = self._step_started = clock()
         self._accounted = 0.0, dict(self._seconds)
         self.first_step_at: float | None = None
-        self.steps = 0
+        self.steps = self.steps_without_update = 0
         self._progress = Progress(
             TextColumn("[bold]{task.description}"),
             BarColumn(bar_width=12),
@@ -56,7 +56,7 @@ class Monitor:
         self._loop_started = self._step_started = self._clock()
         self._seconds = dict.fromkeys(SHARES, 0.0)
         self._apart = 0.0
-        self.steps, self.first_step_at = 0, None
+        self.steps, self.steps_without_update, self.first_step_at = 0, 0, None
         self._metrics.clear()
         self._progress.update(self._bar, completed=step, line="first batch")
 
@@ -87,6 +87,7 @@ class Monitor:
         if self.first_step_at is None:
             self.first_step_at = time.time()
         self.steps += 1
+        self.steps_without_update += self._metrics.get("train/updated") == 0
         seconds = self._clock() - self._step_started
         line = self._metrics | dict(metrics) | {"step/seconds": seconds}
         line["step/tokens_per_second"] = line.get("train/tokens", 0.0) / seconds

@@ -103,6 +103,7 @@ class Run:
             "step": step,
             "evaluations": self._evaluations,
             "steps_trained": self.monitor.steps,
+            "steps_without_update": self.monitor.steps_without_update,
             "first_step_at": self.monitor.first_step_at,
             "seconds_per_step": self.monitor.seconds_per_step(),
             "shares": self.monitor.shares(),

@@ -24,7 +24,7 @@ from stages.window import Window
 @flow(name="train-rl", persist_result=False)
 async def train_rl(recipe: RLRecipe) -> dict[str, Any]:
     async with open_run(recipe) as run:
-        step = await tasks.restore(run.trainer, run.checkpoints, run.batches, run.monitor.write_replayed)
+        step = await tasks.restore(run.trainer, run.checkpoints, run.batches, run.tables, run.monitor.write_replayed)
         await tasks.refit(run.trainer, run.engines, step, recipe.refit)
         ledger = run.ledger()
         window = Window(recipe.window, recipe.rollout.batch_groups, version=step)

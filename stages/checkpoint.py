@@ -27,19 +27,24 @@ async def checkpoint(step: int, trainer: Trainer, checkpoints: Checkpoints, tabl
     await asyncio.to_thread(checkpoints.complete, CheckpointState(step, versions))
 
 
-async def restore(trainer: Trainer, checkpoints: Checkpoints, batches: Batches, report: Report) -> int:
+async def restore(
+    trainer: Trainer, checkpoints: Checkpoints, batches: Batches, tables: Mapping[str, Table], report: Report
+) -> int:
     """Bring the trainer to the last committed batch; returns how many batches it has trained.
 
-    `report` gets each step and its metrics, which are those of the first time: the weights are the same.
+    `report` gets each step and its metrics, which are those of the first time: the weights are the same. What was
+    trained again is saved, so that it is not needed once more.
 
     Raises StoreError when a batch between the checkpoint and the last one is missing.
     """
-    step = await load_checkpoint(trainer, checkpoints)
+    step = saved = await load_checkpoint(trainer, checkpoints)
     for stored in await asyncio.to_thread(batches.steps, step):
         if stored != step:
             raise StoreError(f"batch {step} is missing from the store, but batch {stored} is there")
         report(step, await trainer.train(step))
         step += 1
+    if step > saved:
+        await checkpoint(step, trainer, checkpoints, tables)
     return step
 
 

@@ -77,3 +77,13 @@ def test_the_seconds_of_a_batch_leave_out_the_evaluation_before_it(folder: RunFo
         clock.now += 30
     batch(monitor, clock, 0)
     assert read_metrics(folder)[0]["step/seconds"] == 10
+
+
+def test_batches_that_updated_nothing_are_counted(folder: RunFolder) -> None:
+    clock = Clock()
+    monitor = Monitor(folder, 10, clock)
+    monitor.start_loop(0)
+    for step, updated in enumerate((1.0, 0.0, 1.0, 0.0)):
+        monitor.record({"train/updated": updated}, "train")
+        batch(monitor, clock, step)
+    assert (monitor.steps, monitor.steps_without_update) == (4, 2)

@@ -632,21 +632,22 @@ async def test_a_save_that_fails_leaves_the_older_checkpoint_the_newest(run: Run
 async def test_restore_loads_the_newest_checkpoint_and_trains_the_batches_after_it(run: RunFolder) -> None:
     batches, checkpoints, trainer = Batches(run.uri), Checkpoints(run, keep=2), RecordingTrainer()
     reported: list[int] = []
-    assert await restore(trainer, checkpoints, batches, lambda step, _: reported.append(step)) == 0
+    assert await restore(trainer, checkpoints, batches, {}, lambda step, _: reported.append(step)) == 0
     for step in range(7):
         record(batches, step, step)
     complete(checkpoints, 3)
     complete(checkpoints, 5)
-    assert await restore(trainer, checkpoints, batches, lambda step, _: reported.append(step)) == 7
+    assert await restore(trainer, checkpoints, batches, {}, lambda step, _: reported.append(step)) == 7
     assert reported == [5, 6]
     assert trainer.told == [("load", "batch-000005"), ("train", 5), ("train", 6)]
+    assert checkpoints.steps() == [5, 7], "what was trained again is saved"
 
 
 async def test_restore_without_a_checkpoint_trains_everything_again(run: RunFolder) -> None:
     batches, trainer = Batches(run.uri), RecordingTrainer()
     record(batches, 0, 0)
     record(batches, 1, 1)
-    assert await restore(trainer, Checkpoints(run, keep=1), batches, lambda *_: None) == 2
+    assert await restore(trainer, Checkpoints(run, keep=1), batches, {}, lambda *_: None) == 2
     assert trainer.told == [("train", 0), ("train", 1)]
 
 
@@ -655,7 +656,7 @@ async def test_a_batch_that_is_missing_stops_the_restore(run: RunFolder) -> None
     record(batches, 0, 0)
     record(batches, 2, 2)
     with pytest.raises(StoreError, match="batch 1 is missing from the store, but batch 2 is there"):
-        await restore(trainer, Checkpoints(run, keep=1), batches, lambda *_: None)
+        await restore(trainer, Checkpoints(run, keep=1), batches, {}, lambda *_: None)
 
 
 async def test_a_supervised_run_restores_from_its_checkpoint_alone(run: RunFolder) -> None:

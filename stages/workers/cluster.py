@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import ray
 
+from schemas.errors import RecipeError
 from schemas.recipe import Recipe, RLRecipe
 from stages.workers.agent_pool import AgentPool
 from stages.workers.device import Device, select_device
@@ -43,6 +44,7 @@ async def open_cluster(recipe: RLRecipe, run_uri: str, run_attempt: int) -> Asyn
         trainer = TrainerGroup(recipe, device, run_uri)
         agents = AgentPool(recipe, run_uri, run_attempt, engines.actors)
         try:
+            check_gpus(engines.num_gpus + trainer.num_gpus, ray.cluster_resources().get("GPU", 0))
             await asyncio.gather(engines.ready(), trainer.ready(), agents.ready())
             address, port = await trainer.free_address()
             await asyncio.gather(
@@ -63,6 +65,7 @@ async def open_trainer(recipe: Recipe, run_uri: str) -> AsyncIterator[TrainerGro
     async with _open_ray(device):
         trainer = TrainerGroup(recipe, device, run_uri)
         try:
+            check_gpus(trainer.num_gpus, ray.cluster_resources().get("GPU", 0))
             await trainer.ready()
             yield trainer
         finally:
@@ -80,6 +83,15 @@ async def open_engines(recipe: RLRecipe, run_attempt: int) -> AsyncIterator[Engi
             yield engines
         finally:
             await engines.close()
+
+
+def check_gpus(needed: float, found: float) -> None:
+    """Raise RecipeError when Ray could never place all workers: it would wait for GPUs that nobody has."""
+    if found < needed:
+        raise RecipeError(
+            f"device: engines and training ranks need {needed:g} GPUs, Ray has {found:g}; "
+            "allowed: fewer engines, ranks or parallel sizes, or device=cpu"
+        )
 
 
 @asynccontextmanager

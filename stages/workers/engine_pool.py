@@ -20,6 +20,7 @@ class EnginePool:
     def __init__(self, recipe: RLRecipe, device: Device, run_attempt: int) -> None:
         args = recipe.engine.args
         num_gpus = device.num_gpus * args.get("tensor_parallel_size", 1) * args.get("pipeline_parallel_size", 1)
+        self.num_gpus = num_gpus * recipe.engine.num_engines
         actor = ray.remote(EngineWorker).options(num_cpus=device.num_cpus, num_gpus=num_gpus)
         self.actors = [actor.remote(recipe, device, index, run_attempt) for index in range(recipe.engine.num_engines)]
         self._names = [f"engine {index}" for index in range(len(self.actors))]

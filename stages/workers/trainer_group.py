@@ -14,6 +14,7 @@ from stages.workers.model import ModelWorker
 
 class TrainerGroup:
     def __init__(self, recipe: Recipe, device: Device, run_uri: str) -> None:
+        self.num_gpus = device.num_gpus * recipe.trainer.num_ranks
         actor = ray.remote(ModelWorker).options(num_cpus=device.num_cpus, num_gpus=device.num_gpus)
         self._actors = [actor.remote(recipe, device, rank, run_uri) for rank in range(recipe.trainer.num_ranks)]
         self._names = [f"trainer rank {rank}" for rank in range(len(self._actors))]
