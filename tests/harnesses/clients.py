@@ -1,0 +1,148 @@
+"""The command-line harnesses as users install them, and how each is pointed at a session of the chat server.
+
+They are installed from the npm registry, once, into `MOLTFLOW_HARNESSES` or the cache of the user. A harness sees none
+of the environment of the tests: its HOME is an empty folder, and all it is told is in its arguments and variables.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+import signal
+import subprocess
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+INSTALL_SECONDS = 600
+RUN_SECONDS = 120
+TASK = "Run the shell command that prints the marker, then say that you are done."
+
+
+@dataclass(frozen=True)
+class Harness:
+    """`command` and `variables` take the session's URL and key."""
+
+    name: str
+    package: str
+    version: str
+    binary: str
+    command: Callable[[str, str], list[str]]
+    variables: Callable[[str, str], dict[str, str]]
+    shell_tools: tuple[str, ...]
+    """Names that its shell tool has or had."""
+
+    def install(self) -> Path:
+        """The program. Installs it if it is not there; raises CalledProcessError when npm cannot."""
+        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "moltflow" / "harnesses"
+        folder = Path(os.environ.get("MOLTFLOW_HARNESSES") or cache) / f"{self.name}-{self.version}"
+        program, done = folder / "node_modules" / ".bin" / self.binary, folder / ".installed"
+        if not done.exists():
+            folder.mkdir(parents=True, exist_ok=True)
+            npm = ["npm", "install", "--no-audit", "--no-fund", "--prefix", str(folder)]
+            subprocess.run([*npm, f"{self.package}@{self.version}"], check=True, timeout=INSTALL_SECONDS, cwd=folder)
+            done.touch()
+        return program
+
+    async def run(self, program: Path, url: str, key: str, folder: Path) -> tuple[int | None, str]:
+        """Its exit status and all that it printed; the status is None when it did not end in time."""
+        home, work = folder / "home", folder / "work"
+        for path in (home, work):
+            path.mkdir()
+        node = shutil.which("node")
+        assert node is not None
+        process = await asyncio.create_subprocess_exec(
+            str(program),
+            *self.command(url, key),
+            env={
+                "PATH": f"{Path(node).parent}:{os.defpath}",
+                "HOME": str(home),
+                "NO_PROXY": "127.0.0.1",
+                "LANG": "C.UTF-8",
+                **self.variables(url, key),
+            },
+            cwd=work,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        status: int | None = None
+        printing = asyncio.create_task(process.communicate())
+        try:
+            await asyncio.wait((printing,), timeout=RUN_SECONDS)
+            if printing.done():
+                status = process.returncode
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+        printed, _ = await printing
+        return status, printed.decode(errors="replace")
+
+
+def _claude_code_variables(url: str, key: str) -> dict[str, str]:
+    return {
+        "ANTHROPIC_BASE_URL": url,
+        "ANTHROPIC_API_KEY": key,
+        "ANTHROPIC_MODEL": "policy",
+        "ANTHROPIC_SMALL_FAST_MODEL": "policy",
+        "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
+    }
+
+
+def _codex_command(url: str, key: str) -> list[str]:
+    provider = f'{{name="policy", base_url="{url}/v1", env_key="POLICY_KEY", wire_api="responses"}}'
+    settings = ['model_provider="policy"', 'model="policy"', f"model_providers.policy={provider}"]
+    settings += ["check_for_update_on_startup=false", "analytics.enabled=false"]
+    flags = [word for setting in settings for word in ("-c", setting)]
+    return ["exec", "--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox", *flags, TASK]
+
+
+def _opencode_variables(url: str, key: str) -> dict[str, str]:
+    provider = {
+        "npm": "@ai-sdk/openai-compatible",
+        "options": {"baseURL": f"{url}/v1", "apiKey": key},
+        "models": {"policy": {"limit": {"context": 400_000, "output": 32_000}}},
+    }
+    config = {
+        "provider": {"moltflow": provider},
+        "model": "moltflow/policy",
+        "small_model": "moltflow/policy",
+        "autoupdate": False,
+        "share": "disabled",
+    }
+    return {"OPENCODE_CONFIG_CONTENT": json.dumps(config), "OPENCODE_DISABLE_MODELS_FETCH": "1"}
+
+
+HARNESSES = [
+    Harness(
+        name="claude-code",
+        package="@anthropic-ai/claude-code",
+        version="2.1.197",
+        binary="claude",
+        command=lambda url, key: ["-p", TASK, "--allowedTools", "Bash", "--output-format", "json"],
+        variables=_claude_code_variables,
+        shell_tools=("Bash",),
+    ),
+    Harness(
+        name="codex",
+        package="@openai/codex",
+        version="0.171.0",
+        binary="codex",
+        command=_codex_command,
+        variables=lambda url, key: {"POLICY_KEY": key},
+        shell_tools=("exec_command", "shell_command", "shell"),
+    ),
+    Harness(
+        name="opencode",
+        package="opencode-ai",
+        version="1.18.33",
+        binary="opencode",
+        command=lambda url, key: ["run", TASK],
+        variables=_opencode_variables,
+        shell_tools=("bash",),
+    ),
+]
