@@ -296,10 +296,13 @@ async def test_refusals_are_in_the_form_of_the_wire() -> None:
         with pytest.raises(openai.BadRequestError):
             await client.chat.completions.create(model="policy", messages=[])
         await client.chat.completions.create(model="policy", messages=HI)
-        with pytest.raises(openai.PermissionDeniedError, match=r"used 1 of its 1 turns \(agent.max_turns\)"):
+        with pytest.raises(openai.BadRequestError, match=r"used 1 of its 1 turns \(agent.max_turns\)") as refused:
             await client.chat.completions.create(model="policy", messages=HI)
         assert at.recorder.out_of_turns
-        with pytest.raises(anthropic.PermissionDeniedError):
+        assert (refused.value.type, refused.value.code) == ("invalid_request_error", "turn_limit"), (
+            "harnesses retry others"
+        )
+        with pytest.raises(anthropic.BadRequestError, match="invalid_request_error"):
             await at.anthropic(max_retries=0).messages.create(model="policy", messages=HI, max_tokens=5)  # type: ignore[arg-type]
         async with httpx.AsyncClient() as http:
             for path in ("", "/"):

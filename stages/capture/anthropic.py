@@ -26,6 +26,7 @@ _ERRORS = {
     "authentication": "authentication_error",
     "not_found": "not_found_error",
     "too_large": "request_too_large",
+    "turn_limit": "invalid_request_error",
     "overloaded": "overloaded_error",
 }
 _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}

@@ -22,6 +22,7 @@ _ERRORS = {
     "not_found": ("invalid_request_error", "not_found"),
     "too_large": ("invalid_request_error", "request_too_large"),
     "context_length": ("invalid_request_error", "context_length_exceeded"),
+    "turn_limit": ("invalid_request_error", "turn_limit"),
     "overloaded": ("server_error", "overloaded"),
     "engine": ("server_error", "engine_error"),
 }

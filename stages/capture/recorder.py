@@ -116,7 +116,7 @@ class Recorder:
         if self._turns + n > self._config.max_turns:
             self.out_of_turns = True
             limit = f"this rollout has used {self._turns} of its {self._config.max_turns} turns (agent.max_turns)"
-            raise ChatError(403, "turn_limit", f"{limit}; the request asks for {n} more")
+            raise ChatError(400, "turn_limit", f"{limit}; the request asks for {n} more")
         self._turns += n
         try:
             yield
