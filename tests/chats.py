@@ -17,7 +17,8 @@ from schemas.recipe import SamplingConfig
 from schemas.types import Generation
 from stages.agents.rendering import ChatRenderer
 from stages.capture.marks import Marks
-from stages.capture.segments import CapturedSegment, Session, Turn, as_message
+from stages.capture.segments import CapturedSegment, Session, Turn
+from stages.capture.writing import assistant_message
 
 TAGS = ["<s>", "<u>", "<a>", "<t>", "<c>", "<e>", "<x>"]
 CALLS = "{% for c in m.tool_calls or [] %}<c>{{ c.function.name }}{{ c.function.arguments | tojson }}{% endfor %}"
@@ -84,7 +85,7 @@ class Chat:
         text = self.renderer.text(token_ids)
         said = said or ParsedTurn(text)
         self.session.commit(turn, generation(token_ids), said, SamplingConfig(), 0.5)
-        return as_message(said)
+        return assistant_message(said)
 
     def ask(
         self,

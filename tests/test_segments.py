@@ -14,7 +14,7 @@ from schemas.chat import ChatError, ParsedTurn, ToolCall
 from schemas.errors import MoltflowError
 from schemas.recipe import SamplingConfig
 from stages.agents.rendering import ChatRenderer
-from stages.capture.segments import as_message
+from stages.capture.writing import assistant_message
 from tests.chats import (
     CALLS,
     CLOSING,
@@ -296,7 +296,7 @@ def test_what_clients_change_in_an_echo_is_no_rewrite() -> None:
     turn = chat.session.begin(echo)
     assert chat.decode(turn.token_ids).endswith('<c>add{"a":3}<e><t>3<e><t>4<e><a>')
     assert [message.get("tool_call_id") for message in turn.messages] == [None, None, "1", "2"]  # our ids
-    assert turn.messages[1] == as_message(calling)
+    assert turn.messages[1] == assistant_message(calling)
 
 
 # ---- several conversations ----

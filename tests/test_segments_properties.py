@@ -21,7 +21,8 @@ from schemas.chat import ParsedTurn
 from schemas.errors import MoltflowError
 from schemas.recipe import SamplingConfig
 from schemas.types import Generation
-from stages.capture.segments import Turn, as_message
+from stages.capture.segments import Turn
+from stages.capture.writing import assistant_message
 from tests.chats import DROPS_THOUGHTS, KEEPS_THOUGHTS, Chat, call, tool, user
 
 Path = tuple[str, ...]
@@ -106,7 +107,7 @@ class World:
             state.extended = True
         else:
             self.num_segments += 1
-        messages = [*turn.messages, as_message(said)]
+        messages = [*turn.messages, assistant_message(said)]
         last = max((i for i, m in enumerate(messages) if m["role"] == "user"), default=0)
         shown = any(m.get("reasoning_content") for m in messages[last:])
         self.states.setdefault(as_path(messages), []).append(State(turn.token_ids + sampled, shown))

@@ -15,7 +15,8 @@ from schemas.chat import ChatError, ParsedTurn
 from schemas.recipe import SamplingConfig
 from stages.agents.rendering import ChatRenderer
 from stages.capture.marks import Marks
-from stages.capture.segments import Session, as_message
+from stages.capture.segments import Session
+from stages.capture.writing import assistant_message
 from tests.chats import call, generation, renderer, tool, user
 
 SPEC = importlib.util.find_spec("trl")  # its files are read, the package is not imported
@@ -86,7 +87,7 @@ def outcome(name: str, case: str) -> str:
         turn = session.begin([user("hi")], tools)
         sampled = chat.tokenize("as it was sampled" + last)
         session.commit(turn, generation(sampled), said, SamplingConfig(), 0.1)
-        echo = {key: value for key, value in as_message(said).items() if key != "reasoning_content"}
+        echo = {key: value for key, value in assistant_message(said).items() if key != "reasoning_content"}
         second = session.begin([user("hi"), echo, *new], tools)
     except ChatError:
         return "refused"

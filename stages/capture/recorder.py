@@ -65,9 +65,6 @@ class Recorder:
         """Tokens of the prompt that this request would be answered from."""
         return self.session.count(request.messages, request.tools)
 
-    def _fresh(self) -> Session:
-        return Session(self._marks, self._config.max_context_tokens)
-
     async def _reply(self, request: ChatRequest) -> Reply:
         if self._is_closed:
             raise session_closed()
@@ -79,7 +76,7 @@ class Recorder:
             raise ChatError(400, "invalid_request", "messages: found an image; allowed: text, as the model", "messages")
         _tell(request)
         is_recorded = request.model == MODEL_NAME
-        session = self.session if is_recorded else self._fresh()
+        session = self.session if is_recorded else Session(self._marks, self._config.max_context_tokens)
         turn = session.begin(request.messages, request.tools)
         sampling = self._merged(request.sampling, turn.room, is_recorded)
         options = ParseOptions(request.tools if request.tool_choice == "auto" else [])

@@ -13,7 +13,6 @@ extended gets a segment that starts with a copy of the place's tokens, as contex
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
@@ -25,6 +24,7 @@ from schemas.types import Generation
 from stages.agents.segment import Segment
 from stages.capture.identity import identities
 from stages.capture.marks import Marks, Rewritten
+from stages.capture.writing import assistant_message
 
 Opened = Literal["new", "branch", "rewritten"]
 """Why a segment begins: there is no history to extend; it was extended already; it is rendered differently now, since
@@ -117,7 +117,7 @@ class Session:
         segment.append_turn(generation, sampling, seconds, context)
         if not segment.messages:
             self._segments.append(segment)
-        message = as_message(said)
+        message = assistant_message(said)
         shown, marks = self._marks.mark(message, len(turn.messages))
         segment.messages, segment.shown = [*turn.messages, message], [*turn.shown, shown]
         segment.tools, segment.text = turn.tools, turn.text
@@ -179,31 +179,6 @@ class Session:
 
     def _room(self, token_ids: Sequence[int]) -> int:
         return max(0, self._max_context_tokens - len(token_ids))
-
-
-def as_message(said: ParsedTurn) -> dict[str, Any]:
-    """What the policy said as a chat message, in the form that templates take."""
-    message: dict[str, Any] = {"role": "assistant", "content": said.content}
-    if said.reasoning:
-        message["reasoning_content"] = said.reasoning
-    if said.tool_calls:
-        message["tool_calls"] = [
-            {
-                "id": call.id,
-                "type": "function",
-                "function": {"name": call.name, "arguments": _mapping_or_text(call.arguments)},
-            }
-            for call in said.tool_calls
-        ]
-    return message
-
-
-def _mapping_or_text(arguments: str) -> dict[str, Any] | str:
-    try:
-        value = json.loads(arguments)
-    except (ValueError, RecursionError):
-        return arguments
-    return value if isinstance(value, dict) else arguments
 
 
 def _echoed(place: Place, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -43,7 +43,7 @@ def spoken(reply: Reply, index: int) -> ParsedTurn:
 
 
 def assistant_message(turn: ParsedTurn) -> Json:
-    """A turn that clients saw as the message of a `ChatRequest` that echoes it."""
+    """A turn that clients saw as a message in the form of templates; a `ChatRequest` that echoes it has the same."""
     calls = [
         {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": arguments(call.arguments)}}
         for call in turn.tool_calls

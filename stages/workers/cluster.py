@@ -79,6 +79,7 @@ async def open_engines(recipe: RLRecipe, run_attempt: int) -> AsyncIterator[Engi
     async with _open_ray(device):
         engines = EnginePool(recipe, device, run_attempt)
         try:
+            check_gpus(engines.num_gpus, ray.cluster_resources().get("GPU", 0))
             await engines.ready()
             yield engines
         finally:
