@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from stages.capture.identity import fingerprint, identities
+from stages.capture.identity import identities
 
 
 def said(content: Any = "", *arguments: Any, **more: Any) -> dict[str, Any]:
@@ -75,8 +75,3 @@ def test_results_belong_to_calls_whatever_the_ids_are_called() -> None:
 
     assert identities(history("a", "b", "a", "b")) == identities(history("x", "y", "x", "y"))
     assert identities(history("a", "b", "a", "b")) != identities(history("a", "b", "b", "a"))
-
-
-def test_a_fingerprint_ignores_the_order_of_keys_only() -> None:
-    assert fingerprint({"a": 1, "b": {"c": 2, "d": 3}}) == fingerprint({"b": {"d": 3, "c": 2}, "a": 1})
-    assert len({fingerprint(body) for body in ({"a": 1}, {"a": 1.5}, {"a": "1"}, {"a": [1]}, {"b": 1})}) == 5

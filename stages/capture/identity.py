@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Hashable, Mapping, Sequence
-from hashlib import blake2b
 from typing import Any
 
 UNSAID = frozenset({"cache_control", "id", "status", "signature"})
@@ -85,8 +84,3 @@ def _as_doubles(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {str(key): _as_doubles(item) for key, item in value.items()}
     return [_as_doubles(item) for item in value] if isinstance(value, list | tuple) else value
-
-
-def fingerprint(body: Any) -> str:
-    """Equal for equal decoded request bodies, whatever the order of their keys."""
-    return blake2b(json.dumps(body, sort_keys=True).encode(), digest_size=16).hexdigest()

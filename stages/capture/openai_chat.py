@@ -70,7 +70,7 @@ def _message(message: Json, where: str, ignored: Ignored) -> Json:
     if message.get("function_call") is not None:
         reading.refuse(f"{where}.function_call", message["function_call"], "none; use tool_calls")
     text = message.get("content")
-    reasoning = next((message[name] for name in ("reasoning_content", "reasoning") if message.get(name)), "")
+    reasoning = message.get("reasoning_content") or message.get("reasoning") or ""
     return reading.assistant(
         "" if text is None else reading.text_content(text, place, ignored, between=""),
         reading.as_text(reasoning, f"{where}.reasoning_content"),

@@ -68,25 +68,23 @@ def clean(value: Any, depth: int = MAX_DEPTH) -> Any:
     are not JSON and nesting beyond `MAX_DEPTH` raise ValueError.
     """
     if isinstance(value, str):
-        return _clean_text(value)
+        return value if value.isascii() else _clean_text(value)
+    if isinstance(value, dict | list) and depth == 0:
+        raise ValueError(f"nested too deep; allowed: {MAX_DEPTH} levels")
+    if isinstance(value, dict):
+        return {key if key.isascii() else _clean_text(key): clean(item, depth - 1) for key, item in value.items()}
+    if isinstance(value, list):
+        return [clean(item, depth - 1) for item in value]
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, int) and value.bit_length() <= 256:
         return value
     if isinstance(value, float) and math.isfinite(value):
         return value
-    if not isinstance(value, list | dict):
-        raise ValueError(f"found {_repr.repr(value)}; allowed: JSON with numbers of at most 256 bits")
-    if depth == 0:
-        raise ValueError(f"nested too deep; allowed: {MAX_DEPTH} levels")
-    if isinstance(value, list):
-        return [clean(item, depth - 1) for item in value]
-    return {_clean_text(str(key)): clean(item, depth - 1) for key, item in value.items()}
+    raise ValueError(f"found {_repr.repr(value)}; allowed: JSON with numbers of at most 256 bits")
 
 
 def _clean_text(text: str) -> str:
-    if text.isascii():
-        return text
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -113,7 +111,8 @@ def as_name(value: object, where: str) -> str:
 def items(value: object, where: str) -> Iterable[tuple[str, Json]]:
     """The objects of a list, each with its place; nothing for null."""
     for index, item in enumerate(as_list([] if value is None else value, where)):
-        yield f"{where}[{index}]", as_object(item, f"{where}[{index}]")
+        place = f"{where}[{index}]"
+        yield place, as_object(item, place)
 
 
 def options(body: Json, name: str) -> Json:
@@ -183,6 +182,8 @@ def tool_choice(value: object) -> ToolChoice:
 
 def unread(value: Json, known: Set[str], ignored: Ignored, prefix: str = "") -> None:
     """Name the fields of an object that have a value and no reader."""
+    if value.keys() <= known:
+        return
     for name, given in value.items():
         if given is not None and name not in known:
             ignored[name if name == "cache_control" else prefix + name[:MAX_NAME]] = None

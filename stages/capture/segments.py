@@ -170,11 +170,10 @@ class Session:
         text = self._marks.render(shown, tools)
         if not text.startswith(segment.text[: place.num_characters]):
             raise Rewritten("the template renders the history before the turn differently")
-        history = segment.token_ids[: place.num_tokens]
-        marked = shown[place.num_messages - 1]
+        marked, last = shown[place.num_messages - 1], segment.token_ids[place.num_tokens - 1]
         follower = new[0] if new else None
-        delta = self._marks.delta(text, place.num_characters, marked, place.marks, follower, history[-1])
-        token_ids = history + delta
+        delta = self._marks.delta(text, place.num_characters, marked, place.marks, follower, last)
+        token_ids = [*segment.token_ids[: place.num_tokens], *delta]
         return Turn(token_ids, self._room(token_ids), "branch", place, text, messages, shown, tools, keys)
 
     def _room(self, token_ids: Sequence[int]) -> int:

@@ -16,6 +16,7 @@ import socket
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import ExitStack, asynccontextmanager
+from hashlib import blake2b
 from typing import Any
 
 import uvicorn
@@ -29,7 +30,6 @@ from starlette.types import Receive, Scope, Send
 from schemas.chat import ChatError, ChatRequest, Reply
 from stages.agents.chat import MODEL_NAME, UNRECORDED_MODEL_NAME
 from stages.capture import anthropic, models, openai_chat, openai_responses
-from stages.capture.identity import fingerprint
 from stages.capture.recorder import Recorder, session_closed
 
 log = logging.getLogger(__name__)
@@ -148,10 +148,10 @@ class CaptureServer:
         recorder = self._recorder(request)
         with ExitStack() as answering:
             answering.enter_context(_counted(recorder))
-            body = await _body(request)
-            chat = codec.decode(body)
+            raw = await _body(request)
+            chat = codec.decode(_json(raw))
             is_retry = request.headers.get("x-stainless-retry-count", "0").strip() not in ("", "0")
-            answer = recorder.once((codec.__name__, fingerprint(body)), is_retry, chat)
+            answer = recorder.once((codec.__name__, blake2b(raw).digest()), is_retry, chat)
             if chat.stream:
                 return await self._stream(codec, chat, answer, answering)
             async with answer as reply:
@@ -185,8 +185,8 @@ class CaptureServer:
     async def _count_tokens(self, request: Request, codec: Any) -> Response:
         recorder = self._recorder(request)
         with _counted(recorder):
-            body = await _body(request)
-            return JSONResponse(anthropic.count(recorder.count_tokens(anthropic.decode_count(body))))
+            body = anthropic.decode_count(_json(await _body(request)))
+            return JSONResponse(anthropic.count(recorder.count_tokens(body)))
 
     async def _models(self, request: Request, codec: Any) -> Response:
         self._recorder(request)
@@ -262,7 +262,7 @@ def _wire_of(request: Request) -> Any:
     return anthropic if is_anthropic else openai_chat
 
 
-async def _body(request: Request) -> Any:
+async def _body(request: Request) -> bytes:
     raw = bytearray()
     try:
         async with asyncio.timeout(BODY_SECONDS):
@@ -272,7 +272,11 @@ async def _body(request: Request) -> Any:
                     raise ChatError(413, "too_large", f"the body is larger than {MAX_BODY_BYTES} bytes")
     except TimeoutError:
         raise ChatError(408, "invalid_request", f"the body did not arrive within {BODY_SECONDS:g} s") from None
+    return bytes(raw)
+
+
+def _json(raw: bytes) -> Any:
     try:
-        return json.loads(bytes(raw))
+        return json.loads(raw)
     except (ValueError, RecursionError) as problem:
         raise ChatError(400, "invalid_request", f"the body is not JSON: {problem}") from None
