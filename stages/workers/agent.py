@@ -116,7 +116,11 @@ def _async(agent: Callable[[], Any]) -> Callable[[], Awaitable[Any]]:
 
 
 class EngineClient:
-    """This host's end of one engine: submits what came up in the same moment together, collects in bulk."""
+    """This host's end of one engine: one call at a time each way, with all that has come up since the last.
+
+    Results are given out one by one, each with a round of the event loop, so that the first agent has its next request
+    at the engine before the last one has read its answer. Otherwise the engine would idle while all of them think.
+    """
 
     def __init__(self, name: str, engine: Any, merge: bool) -> None:
         self._name = f"{name}-{uuid.uuid4().hex[:8]}"  # an earlier host of that name may have left requests behind
@@ -127,6 +131,7 @@ class EngineClient:
         self._unsent: list[GenerateRequest] = []
         self._count = 0
         self._collector: asyncio.Task[None] | None = None
+        self._submitter: asyncio.Task[None] | None = None
 
     async def generate(
         self, token_ids: list[int], sampling: SamplingConfig, parse: ParseOptions | None = None
@@ -136,9 +141,9 @@ class EngineClient:
         self._count += 1
         request_id = f"{self._name}-{self._count}"
         future = self._waiting[request_id] = loop.create_future()
-        if not self._unsent:
-            loop.call_soon(self._send)
         self._unsent.append(GenerateRequest((request_id,), tuple(token_ids), sampling, parse))
+        if self._submitter is None:
+            self._submitter = loop.create_task(self._submit())
         if self._collector is None:
             self._collector = loop.create_task(self._collect())
         try:
@@ -153,11 +158,15 @@ class EngineClient:
         finally:
             self._waiting.pop(request_id, None)
 
-    def _send(self) -> None:
-        requests, self._unsent = self._unsent, []
-        if not requests:
-            return
-        self._engine.submit.remote(self._name, _merged(requests) if self._merge else requests)
+    async def _submit(self) -> None:
+        try:
+            while self._unsent:
+                requests, self._unsent = self._unsent, []
+                await self._engine.submit.remote(self._name, _merged(requests) if self._merge else requests)
+        except Exception as failure:
+            self._fail(failure)
+        finally:
+            self._submitter = None
 
     async def _collect(self) -> None:
         try:
@@ -166,12 +175,18 @@ class EngineClient:
                     future = self._waiting.get(generation.request_id)
                     if future is not None and not future.done():
                         future.set_result(generation)
+                        await asyncio.sleep(0)
         except Exception as failure:
-            error = WorkerError(f"engine of {self._name}: {' '.join(str(failure).split())[:400]}")
-            for future in self._waiting.values():
-                if not future.done():
-                    future.set_exception(error)
+            self._fail(failure)
+        finally:
             self._collector = None
+
+    def _fail(self, failure: Exception) -> None:
+        error = WorkerError(f"engine of {self._name}: {' '.join(str(failure).split())[:400]}")
+        self._unsent = []
+        for future in self._waiting.values():
+            if not future.done():
+                future.set_exception(error)
 
 
 def _merged(requests: Sequence[GenerateRequest]) -> list[GenerateRequest]:
