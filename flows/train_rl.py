@@ -41,8 +41,8 @@ async def train_rl(recipe: RLRecipe) -> dict[str, Any]:
                 )
                 if groups is None:
                     break
-                batch = await tasks.advantage(score(groups), step, recipe.advantage)
-                await tasks.train_step(batch, run.batches, run.trainer, recipe.trainer)
+                batch = await tasks.advantage(score(groups), step, recipe)
+                await tasks.train_step(batch, run.batches, run.trainer, recipe)
                 await tasks.refit(run.trainer, run.engines, step + 1, recipe.refit)
                 window.publish(step + 1)
                 run.monitor.end_step(step, window.metrics())

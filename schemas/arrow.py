@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import pyarrow as pa
 
-SCHEMA_VERSION = "1"
+SCHEMA_VERSION = "2"
 
 
 def _schema(name: str, *fields: pa.Field) -> pa.Schema:
@@ -78,6 +78,7 @@ BATCHES = _schema(
     pa.field("trace_row", pa.int64(), nullable=False),  # stable row id in traces
     pa.field("num_tokens", pa.int32(), nullable=False),
     pa.field("advantage", pa.float64(), nullable=False),
+    pa.field("minibatch", pa.int32(), nullable=False),  # in which optimizer step of the batch the row is trained;
     pa.field("num_ranks", pa.int32(), nullable=False),  # the microbatch plan: for how many ranks,
     pa.field("rank", pa.int32(), nullable=False),  # which of them trains the row,
     pa.field("microbatch", pa.int32(), nullable=False),  # and in which of its passes

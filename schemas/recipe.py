@@ -9,7 +9,20 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, PositiveFloat, PositiveInt, model_validator
+
+from schemas.algorithms import (
+    BY_GROUP,
+    BY_TOKEN,
+    AdvantageConfig,
+    CorrectionConfig,
+    GRPOAdvantage,
+    KLConfig,
+    LossChoice,
+    PolicyGradientLoss,
+    RewardConfig,
+)
+from schemas.base import Config, Decay, Probability, Text
 
 MIN_TEMPERATURE = 0.01
 """Lowest at which vLLM samples; it takes this instead of anything lower, and the trainer would not know."""
@@ -31,17 +44,6 @@ DECIDED_ENGINE_ARGS = {
     "load_format": "refused: engine and trainer start from the same weights",
 }
 """Arguments of vLLM that the recipe decides elsewhere: in two places, engine and trainer could disagree."""
-
-Probability = Annotated[float, Field(ge=0, le=1)]
-Decay = Annotated[float, Field(ge=0, lt=1)]
-Text = Annotated[str, Field(min_length=1)]
-
-
-class Config(BaseModel):
-    """Base of every recipe model: frozen, strict about unknown keys, documented by the strings under the fields."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
-
 
 class RunConfig(Config):
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
@@ -150,44 +152,6 @@ class FilteringConfig(Config):
     """`drop` discards groups whose rollouts all scored the same: they carry no advantage (DAPO's dynamic sampling)."""
     max_dropped_groups: PositiveInt = 4096
     """Groups dropped in a row after which the run stops: there is nothing to learn."""
-
-
-class GRPOAdvantage(Config):
-    type: Literal["grpo"] = "grpo"
-    """Reward minus the group's mean, over the group's standard deviation."""
-
-
-class DrGRPOAdvantage(Config):
-    type: Literal["dr_grpo"] = "dr_grpo"
-    """Reward minus the group's mean; not divided, so that easy and hard prompts weigh the same."""
-
-
-class RLOOAdvantage(Config):
-    type: Literal["rloo"] = "rloo"
-    """Reward minus the mean of the other rollouts of its group."""
-
-
-AdvantageConfig = Annotated[GRPOAdvantage | DrGRPOAdvantage | RLOOAdvantage, Field(discriminator="type")]
-
-
-class PolicyGradientLoss(Config):
-    type: Literal["policy_gradient"] = "policy_gradient"
-    """Minus advantage times log-prob by token (REINFORCE), weighed by the importance correction."""
-
-
-class CorrectionConfig(Config):
-    level: Literal["off", "token"] = "token"
-    """Unit of the importance correction between engine and trainer; `off` needs `window.max_policy_lag` = 0."""
-    low: Annotated[float, Field(ge=0)] = 0.5
-    """Tokens whose ratio is below are masked; they stay in the denominator."""
-    high: PositiveFloat = 5.0
-    """Tokens whose ratio is above are masked; they stay in the denominator."""
-
-    @model_validator(mode="after")
-    def _band_holds_one(self) -> Self:
-        if not self.low <= 1 <= self.high:
-            raise ValueError(f"low, high: found [{self.low}, {self.high}]; allowed: a band that contains 1")
-        return self
 
 
 class ConstantSchedule(Config):
@@ -328,10 +292,17 @@ class RLRecipe(Recipe):
     rollout: RolloutConfig = RolloutConfig()
     window: WindowConfig = WindowConfig()
     filtering: FilteringConfig = FilteringConfig()
+    reward: RewardConfig = RewardConfig()
     advantage: AdvantageConfig = GRPOAdvantage()
-    """Estimator that turns the rewards of a group into advantages."""
-    loss: PolicyGradientLoss = PolicyGradientLoss()
+    """Estimator that turns rewards into advantages."""
+    loss: LossChoice = PolicyGradientLoss()
+    """Policy loss."""
     correction: CorrectionConfig = CorrectionConfig()
+    kl: KLConfig = KLConfig()
+    reference: RoleConfig | None = None
+    """Frozen model that a KL is measured against, or the teacher of a distillation."""
+    critic: CriticConfig | None = None
+    """Model of the values that `advantage.type` = gae needs."""
     engine: EngineConfig = EngineConfig()
     refit: RefitConfig = RefitConfig()
     evaluate: EvaluateConfig | None = None

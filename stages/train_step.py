@@ -6,19 +6,22 @@ from __future__ import annotations
 import time
 
 from schemas.protocols import ConversationTrainer, Trainer
-from schemas.recipe import TrainerConfig
+from schemas.recipe import RLRecipe
 from schemas.types import Batch, StepResult
-from stages.algorithms.microbatches import plan_microbatches
+from stages.algorithms.microbatches import deal_minibatches, plan_batch
 from stages.workers.threads import to_its_end
 from storage.batches import Batches
 
 
-async def train_step(batch: Batch, batches: Batches, trainer: Trainer, config: TrainerConfig) -> StepResult:
-    """One batch, one optimizer step over all ranks."""
+async def train_step(batch: Batch, batches: Batches, trainer: Trainer, recipe: RLRecipe) -> StepResult:
+    """One batch: an optimizer step over all ranks for each of its minibatches."""
     start = time.perf_counter()
+    groups = [segment.group_id for segment in batch.segments]
+    minibatches = deal_minibatches(groups, recipe.loss.minibatches, f"{recipe.run.seed}-{batch.step}")
     lengths = [segment.num_tokens for segment in batch.segments]
-    plan = plan_microbatches(lengths, config.num_ranks, config.max_tokens_per_microbatch)
-    await to_its_end(batches.record, batch, plan, config.num_ranks)
+    num_ranks, max_tokens = recipe.trainer.num_ranks, recipe.trainer.max_tokens_per_microbatch
+    plan = plan_batch(lengths, minibatches, num_ranks, max_tokens)
+    await to_its_end(batches.record, batch, plan, num_ranks)
     stored = time.perf_counter()
     metrics = await trainer.train(batch.step)
     return StepResult(

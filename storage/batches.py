@@ -21,8 +21,8 @@ class Batches:
         self.table = Table(f"{run_uri}/batches.lance", BATCHES)
         self._run_attempt = run_attempt
 
-    def record(self, batch: Batch, plan: Sequence[tuple[int, int]], num_ranks: int) -> None:
-        """Commit a batch. `plan` holds (rank, microbatch) by segment, planned for `num_ranks` ranks."""
+    def record(self, batch: Batch, plan: Sequence[tuple[int, int, int]], num_ranks: int) -> None:
+        """Commit a batch. `plan` holds (minibatch, rank, microbatch) by segment, planned for `num_ranks` ranks."""
         self.table.append(
             [
                 {
@@ -35,12 +35,13 @@ class Batches:
                     "trace_row": segment.row,
                     "num_tokens": segment.num_tokens,
                     "advantage": segment.advantage,
+                    "minibatch": minibatch,
                     "num_ranks": num_ranks,
                     "rank": rank,
                     "microbatch": microbatch,
                     "run_attempt": self._run_attempt,
                 }
-                for position, (segment, (rank, microbatch)) in enumerate(zip(batch.segments, plan, strict=True))
+                for position, (segment, (minibatch, rank, microbatch)) in enumerate(zip(batch.segments, plan, strict=True))
             ]
         )
 

@@ -1,8 +1,39 @@
-"""The microbatch plan: which rank trains which row in which forward-backward. Pure and deterministic."""
+"""Which row is trained in which optimizer step, by which rank, in which forward-backward. Pure and deterministic."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import random
+from collections.abc import Hashable, Sequence
+from typing import NamedTuple
+
+
+class Place(NamedTuple):
+    """Where a row is trained: optimizer step of the batch, rank, forward-backward of the rank in that step."""
+
+    minibatch: int
+    rank: int
+    microbatch: int
+
+
+def deal_minibatches(groups: Sequence[Hashable], num_minibatches: int, seed: str) -> list[int]:
+    """The minibatch of each row. Groups stay whole and are dealt in an order drawn from `seed`: groups of a batch come
+    in the order in which they finished, so its first ones are its short ones."""
+    order = list(dict.fromkeys(groups))
+    random.Random(seed).shuffle(order)
+    minibatch = {group: index % num_minibatches for index, group in enumerate(order)}
+    return [minibatch[group] for group in groups]
+
+
+def plan_batch(
+    num_tokens: Sequence[int], minibatches: Sequence[int], num_ranks: int, max_tokens: int
+) -> list[Place]:
+    """The place of each row: `plan_microbatches` within each minibatch."""
+    plan: dict[int, Place] = {}
+    for minibatch in sorted(set(minibatches)):
+        members = [row for row, other in enumerate(minibatches) if other == minibatch]
+        places = plan_microbatches([num_tokens[row] for row in members], num_ranks, max_tokens)
+        plan |= {row: Place(minibatch, *place) for row, place in zip(members, places, strict=True)}
+    return [plan[row] for row in range(len(num_tokens))]
 
 
 def plan_microbatches(num_tokens: Sequence[int], num_ranks: int, max_tokens: int) -> list[tuple[int, int]]:
