@@ -71,7 +71,7 @@ def test_maxrl_learns_nothing_from_a_group_without_success() -> None:
 
 
 def test_maxrl_refuses_negative_rewards() -> None:
-    with pytest.raises(ValueError, match="a reward is -0.5, it has to be >= 0"):
+    with pytest.raises(ValueError, match=r"a reward is -0\.5, it has to be >= 0"):
         estimate("maxrl", [1, -0.5], [0, 0])
 
 

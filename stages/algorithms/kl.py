@@ -14,12 +14,14 @@ def kl(logprobs: torch.Tensor, reference: torch.Tensor, kind: str, clamp: float 
 
     With d = logprobs - reference (Schulman, joschu.net/blog/kl-approx.html):
 
-    - k1: d. Unbiased, of either sign. For rewards; in a loss its gradient, that of log pi, has zero expectation.
-    - k2: d^2 / 2. A biased value, but its gradient d * grad log pi is the unbiased one of KL(policy || reference).
-    - k3: exp(-d) - 1 + d. Unbiased and never negative, but as a loss its gradient is that of KL(reference || policy).
-    - k3+: the value of k3 and the gradient of k2, so right in both.
+    - k1: d. Unbiased, of either sign. For rewards, where it alone gives the gradient of KL(policy || reference); never
+      for a loss, where its gradient, that of log pi, has zero expectation.
+    - k2: d^2 / 2. A biased value. For losses: its gradient d * grad log pi is the unbiased one of that divergence.
+    - k3: exp(-d) - 1 + d. Unbiased and never negative. In a loss (as GRPO has it) its gradient is that of
+      KL(reference || policy), in a reward it takes this one off.
+    - k3+: the value of k3 and the gradient of k2, for losses that are also reported.
 
-    The gradients are those of tokens that this policy sampled; older tokens need their importance ratio as a weight
+    These are expectations over tokens that this policy sampled; older tokens need their importance ratio as a weight
     (2506.09477). Where d is infinite it counts as +-30, where it is NaN as 0, without gradient; k3 does not follow d
     past +-30, where its exponential would overflow. Nothing else is clamped unless `clamp` > 0 is given: the value then
     stays within +-clamp, and a token whose value was cut has no gradient at all, k3+'s included. ValueError for another

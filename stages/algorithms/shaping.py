@@ -37,7 +37,7 @@ def overlong_penalty(peak_context_tokens: int, max_tokens: int, buffer: int, fac
     if buffer <= 0:
         raise ValueError(f"the overlong buffer is {buffer} tokens, it has to be > 0")
     over = min(max(peak_context_tokens - (max_tokens - buffer), 0), buffer)
-    return -factor * over / buffer if over else 0.0
+    return -factor * (over / buffer) if over else 0.0
 
 
 def stop_properly(reward: float, truncated: bool, coef: float) -> float:
