@@ -162,6 +162,14 @@ def test_advantages_do_not_change_when_all_rewards_move_together(type: str, rewa
     assert moved == pytest.approx(estimate(type, rewards, groups), abs=1e-9)
 
 
+@pytest.mark.parametrize("type", BASELINES)
+@settings(deadline=None)
+@given(reward=st.floats(0, 1e30), sizes=st.lists(st.integers(1, 5), min_size=1, max_size=4))
+def test_constant_rewards_give_exactly_zero(type: str, reward: float, sizes: list[int]) -> None:
+    groups = [number for number, size in enumerate(sizes) for _ in range(size)]
+    assert estimate(type, [reward] * len(groups), groups) == [0.0] * len(groups)
+
+
 def in_numpy(type: str, r: np.ndarray) -> np.ndarray:
     """An independent computation over one group."""
     if np.ptp(r) <= 1e-8:

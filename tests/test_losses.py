@@ -126,6 +126,14 @@ def test_logprobs_are_those_of_the_tempered_softmax(temperature: float, expected
     assert token_logprobs(logits, torch.tensor([[0, 0, 1, 2]]), temperatures)[0].tolist() == close(0.0, *expected)
 
 
+def test_logprobs_after_top_p_are_those_of_the_tokens_it_kept() -> None:
+    # the third token is gone: log(e^2 + e) = 2.3133
+    logits = torch.tensor([2.0, 1.0, -math.inf]).expand(1, 3, 3)
+    assert token_logprobs(logits, torch.tensor([[0, 0, 1]]), torch.ones(1, 3))[0].tolist() == close(
+        0, 2 - 2.3133, 1 - 2.3133
+    )
+
+
 def test_each_token_has_the_logprob_of_the_temperature_that_sampled_it() -> None:
     # prompt, a turn of two tokens at 0.6, an observation, a turn of one token at 2; a second row at 1 throughout.
     # logits / 2 = 1, 0.5, 0: log(e + e^0.5 + 1) = 1.6802

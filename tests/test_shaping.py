@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from stages.algorithms.estimators import estimate
 from stages.algorithms.shaping import clip, overlong_penalty, stop_properly, weighted
 
 
@@ -30,13 +31,12 @@ def test_a_component_that_is_missing_is_an_error_that_names_it(components: dict[
         weighted(components, {"answer": 1.0, "format": 0.2})
 
 
-@pytest.mark.parametrize("reward", [None, math.nan, 1.0, 0.0])
-def test_a_member_of_a_group_has_a_number_or_an_error(reward: float | None) -> None:
-    # of rewards [None, 1, 0] the first never becomes a number, so it cannot enter its group's mean
-    try:
-        assert weighted({"answer": reward}, {"answer": 1.0}) == reward
-    except ValueError:
-        assert reward is None or math.isnan(reward)
+def test_a_rollout_whose_graders_all_failed_never_enters_the_mean_of_its_group() -> None:
+    # rewards [None, 1, 0]: the first is an error, and the baseline of the others is 1/2
+    with pytest.raises(ValueError, match="no reward without answer"):
+        weighted({"answer": None}, {"answer": 1.0})
+    graded = [weighted({"answer": reward}, {"answer": 1.0}) for reward in (1.0, 0.0)]
+    assert estimate("dr_grpo", graded, [0, 0]) == [0.5, -0.5]
 
 
 @pytest.mark.parametrize(
