@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -11,6 +12,9 @@ from hypothesis import strategies as st
 from stages.algorithms.estimators import ESTIMATORS, estimate, is_constant
 
 ONE_GROUP = [0, 0, 0, 0]
+OUTCOMES = ["reinforce", "gae"]  # the reward itself, spread over tokens later
+BASELINES = [type for type in ESTIMATORS if type not in OUTCOMES]
+SHIFT_INVARIANT = [type for type in BASELINES if type != "maxrl"]
 
 
 def close(*values: float) -> object:
@@ -41,7 +45,47 @@ def test_rloo_subtracts_the_mean_of_the_others() -> None:
     assert estimate("rloo", [1, 0, 0, 0], ONE_GROUP) == close(1 - 0, -1 / 3, -1 / 3, -1 / 3)
 
 
+def test_reinforce_baseline_only_subtracts_the_mean_before_it_is_whitened() -> None:
+    assert estimate("reinforce_baseline", [1, 0, 0, 0, 6, 2], [0, 0, 0, 0, 1, 1]) == close(
+        0.75, -0.25, -0.25, -0.25, 6 - 4, 2 - 4
+    )
+
+
+def test_flash_reinforce_subtracts_the_mean_of_the_batch_over_its_rollouts() -> None:
+    # (1 + 0 + 0 + 3) / 4 = 1 over both groups; the rollout with reward 3 counts once, whatever its segments
+    assert estimate("flash_reinforce", [1, 0, 0, 3], [0, 0, 1, 1]) == close(1 - 1, 0 - 1, 0 - 1, 3 - 1)
+
+
+def test_flash_reinforce_sees_a_group_that_is_constant_in_itself() -> None:
+    assert estimate("flash_reinforce", [1, 1, 0, 0], [0, 0, 1, 1]) == close(0.5, 0.5, -0.5, -0.5)
+
+
+def test_maxrl_divides_by_the_pass_rate() -> None:
+    # mean 1/4: (1 - 1/4) / (1/4) = 3, (0 - 1/4) / (1/4) = -1. mean 3/4: (1/4) / (3/4) = 1/3 and -1
+    assert estimate("maxrl", [1, 0, 0, 0], ONE_GROUP) == close(3, -1, -1, -1)
+    assert estimate("maxrl", [1, 1, 1, 0], ONE_GROUP) == close(1 / 3, 1 / 3, 1 / 3, -1)
+
+
+def test_maxrl_learns_nothing_from_a_group_without_success() -> None:
+    assert estimate("maxrl", [0, 0, 1, 0], [0, 0, 1, 1]) == close(0, 0, 1, -1)
+
+
+def test_maxrl_refuses_negative_rewards() -> None:
+    with pytest.raises(ValueError, match=r"a reward is -0\.5, it has to be >= 0"):
+        estimate("maxrl", [1, -0.5], [0, 0])
+
+
+@pytest.mark.parametrize("type", OUTCOMES)
+def test_the_outcome_of_a_rollout_is_its_reward(type: str) -> None:
+    assert estimate(type, [0.3, 0.3, -2], [0, 0, 1]) == [0.3, 0.3, -2]
+
+
 @pytest.mark.parametrize("type", ESTIMATORS)
+def test_a_batch_without_rollouts_has_no_advantages(type: str) -> None:
+    assert estimate(type, [], []) == []
+
+
+@pytest.mark.parametrize("type", BASELINES)
 @pytest.mark.parametrize("rewards", [[2, 2], [0.4, 0.4, 0.4], [1, 1, 1 + 1e-9], [5]])
 def test_a_constant_group_has_exactly_zero_advantage(type: str, rewards: list[float]) -> None:
     assert estimate(type, rewards, [0] * len(rewards)) == [0.0] * len(rewards)
@@ -50,6 +94,20 @@ def test_a_constant_group_has_exactly_zero_advantage(type: str, rewards: list[fl
 def test_rewards_count_as_equal_within_1e_8() -> None:
     assert is_constant([1, 1, 1 + 1e-9])
     assert not is_constant([1, 1.00001])
+
+
+def test_one_reward_is_constant_and_not_nan() -> None:
+    assert is_constant([0.5])
+
+
+def test_continuous_rewards_that_are_equal_are_constant_wherever_they_lie() -> None:
+    # a filter on the mean, 0 < 0.4 < 1, would keep this group
+    assert is_constant([0.4, 0.4, 0.4])
+
+
+def test_the_answers_decide_whether_a_group_is_constant_and_not_what_their_length_cost() -> None:
+    answers, shaped = [0, 0, 0], [0, -0.2, -1]
+    assert is_constant(answers) and not is_constant(shaped)
 
 
 def test_groups_are_told_apart_by_their_number_and_not_by_their_order() -> None:
@@ -61,28 +119,79 @@ def test_a_rollout_counts_once_however_many_segments_it_has() -> None:
     # A: reward 0, three segments; B: reward 1, one. By rollout the mean is 0.5 and the advantages are +-0.70711;
     # by segment it would be 0.25.
     assert estimate("grpo", [0, 1], [0, 0]) == close(-0.70711, 0.70711)
+    assert estimate("flash_reinforce", [0, 1], [0, 0]) == close(-0.5, 0.5)
+
+
+def test_the_same_prompt_twice_in_a_batch_makes_two_groups() -> None:
+    # Together the mean would be 1/2; apart they are 1 and 0 and constant.
+    assert estimate("rloo", [1, 1, 0, 0], [0, 0, 1, 1]) == [0, 0, 0, 0]
+
+
+def test_the_baseline_is_over_the_rollouts_that_have_a_reward() -> None:
+    # A group of 8 that lost two leaves six: mean 2/6, not 2/8.
+    expected = [1 - 1 / 3, 1 - 1 / 3, *[-1 / 3] * 4]
+    assert estimate("dr_grpo", [1, 1, 0, 0, 0, 0], [0] * 6) == close(*expected)
 
 
 REWARDS = st.floats(-1e30, 1e30)
 
 
-@pytest.mark.parametrize("type", ESTIMATORS)
+@pytest.mark.parametrize("type", BASELINES)
 @settings(deadline=None)
 @given(rows=st.lists(st.tuples(REWARDS, st.integers(0, 3)), min_size=1, max_size=12))
-def test_advantages_are_finite_and_sum_to_zero_in_each_group(type: str, rows: list[tuple[float, int]]) -> None:
+def test_advantages_are_finite_and_sum_to_zero_in_what_they_compare(type: str, rows: list[tuple[float, int]]) -> None:
     rewards, groups = [reward for reward, _ in rows], [number for _, number in rows]
+    if type == "maxrl":
+        rewards = [abs(reward) for reward in rewards]
     advantages = estimate(type, rewards, groups)
     assert all(map(math.isfinite, advantages))
+    if type == "flash_reinforce":
+        groups = [0] * len(groups)
     for number in set(groups):
         members = [advantage for advantage, other in zip(advantages, groups, strict=True) if other == number]
         scale = max(map(abs, rewards)) + max(map(abs, members))
         assert abs(sum(members)) <= 1e-9 * scale * len(members) + 1e-9
 
 
-@pytest.mark.parametrize("type", ESTIMATORS)
+@pytest.mark.parametrize("type", SHIFT_INVARIANT)
 @settings(deadline=None)
 @given(rewards=st.lists(st.integers(-5, 5), min_size=2, max_size=8), shift=st.integers(-50, 50))
 def test_advantages_do_not_change_when_all_rewards_move_together(type: str, rewards: list[int], shift: int) -> None:
     groups = [0] * len(rewards)
     moved = estimate(type, [reward + shift for reward in rewards], groups)
     assert moved == pytest.approx(estimate(type, rewards, groups), abs=1e-9)
+
+
+@pytest.mark.parametrize("type", BASELINES)
+@settings(deadline=None)
+@given(reward=st.floats(0, 1e30), sizes=st.lists(st.integers(1, 5), min_size=1, max_size=4))
+def test_constant_rewards_give_exactly_zero(type: str, reward: float, sizes: list[int]) -> None:
+    groups = [number for number, size in enumerate(sizes) for _ in range(size)]
+    assert estimate(type, [reward] * len(groups), groups) == [0.0] * len(groups)
+
+
+def in_numpy(type: str, r: np.ndarray) -> np.ndarray:
+    """An independent computation over one group."""
+    if np.ptp(r) <= 1e-8:
+        return np.zeros_like(r)
+    others = np.array([np.delete(r, i).mean() for i in range(len(r))])
+    return {
+        "grpo": (r - r.mean()) / (np.std(r, ddof=1) + 1e-6),
+        "dr_grpo": r - r.mean(),
+        "reinforce_baseline": r - r.mean(),
+        "rloo": r - others,
+        "maxrl": r / max(r.mean(), 1e-30) - 1,
+    }[type]
+
+
+@pytest.mark.parametrize("type", [type for type in BASELINES if type != "flash_reinforce"])
+@settings(deadline=None)
+@given(rows=st.lists(st.tuples(st.floats(0, 10), st.integers(0, 3)), min_size=2, max_size=12).filter(bool))
+def test_estimators_agree_with_numpy(type: str, rows: list[tuple[float, int]]) -> None:
+    members = {number: [i for i, row in enumerate(rows) if row[1] == number] for _, number in rows}
+    rows = [row for row in rows if len(members[row[1]]) > 1]
+    rewards, groups = np.array([reward for reward, _ in rows]), np.array([number for _, number in rows], dtype=int)
+    expected = np.zeros(len(rows))
+    for number in set(groups.tolist()):
+        expected[groups == number] = in_numpy(type, rewards[groups == number])
+    assert estimate(type, rewards.tolist(), groups.tolist()) == pytest.approx(expected.tolist(), rel=1e-6, abs=1e-9)

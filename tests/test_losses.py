@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from stages.algorithms.correction import MAX_LOG_RATIO, correction_weights, log_ratio, mismatch_sums
-from stages.algorithms.logprobs import token_logprobs, token_temperatures
+from stages.algorithms.logprobs import token_entropy, token_logprobs, token_temperatures
 from stages.algorithms.losses import policy_gradient, token_mean
 from stages.algorithms.masks import action_mask
 
@@ -126,6 +126,14 @@ def test_logprobs_are_those_of_the_tempered_softmax(temperature: float, expected
     assert token_logprobs(logits, torch.tensor([[0, 0, 1, 2]]), temperatures)[0].tolist() == close(0.0, *expected)
 
 
+def test_logprobs_after_top_p_are_those_of_the_tokens_it_kept() -> None:
+    # the third token is gone: log(e^2 + e) = 2.3133
+    logits = torch.tensor([2.0, 1.0, -math.inf]).expand(1, 3, 3)
+    assert token_logprobs(logits, torch.tensor([[0, 0, 1]]), torch.ones(1, 3))[0].tolist() == close(
+        0, 2 - 2.3133, 1 - 2.3133
+    )
+
+
 def test_each_token_has_the_logprob_of_the_temperature_that_sampled_it() -> None:
     # prompt, a turn of two tokens at 0.6, an observation, a turn of one token at 2; a second row at 1 throughout.
     # logits / 2 = 1, 0.5, 0: log(e + e^0.5 + 1) = 1.6802
@@ -156,6 +164,32 @@ def test_logprobs_of_bfloat16_logits_are_computed_in_float32() -> None:
     logits = torch.tensor([[[2.0, 1.0, 0.0]] * 2], dtype=torch.bfloat16)
     logprobs = token_logprobs(logits, torch.tensor([[0, 1]]), torch.ones(1, 2))
     assert logprobs.dtype == torch.float32 and logprobs[0, 1].item() == pytest.approx(-1.4076, abs=1e-4)
+
+
+def test_entropy_is_that_of_the_tempered_softmax() -> None:
+    # T = 1: p = 0.66524, 0.24473, 0.09003, -sum p log p = 0.83240; T = 0.6: p = 0.8166, 0.1542, 0.0291, 0.55674;
+    # both from the position before; logits that are equal give ln 3
+    logits = torch.tensor([[[2.0, 1.0, 0.0], [2.0, 1.0, 0.0], [5.0, 5.0, 5.0], [9.0, 0.0, 0.0]]])
+    found = token_entropy(logits, torch.tensor([[9.0, 1.0, 0.6, 0.6]]))
+    assert found[0].tolist() == close(0, 0.83240, 0.55674, math.log(3)) and found.dtype == torch.float32
+
+
+def test_what_cannot_be_sampled_has_no_part_in_the_entropy() -> None:
+    logits = torch.tensor([[[1.0, 1.0, -math.inf], [0.0, 0.0, 0.0]]]).requires_grad_()
+    found = token_entropy(logits, torch.ones(1, 2))
+    (gradient,) = torch.autograd.grad(found.sum(), logits)
+    assert found[0].tolist() == close(0, math.log(2)) and gradient.isfinite().all()
+
+
+@settings(deadline=None)
+@given(logits=hnp.arrays("float32", (1, 2, 5), elements=st.floats(-50, 50, width=32)), temperature=st.floats(0.1, 2))
+def test_entropy_is_the_expected_surprise(logits: Any, temperature: float) -> None:
+    scores = torch.from_numpy(logits).requires_grad_()
+    found = token_entropy(scores, torch.full((1, 2), temperature))
+    logprobs = (torch.from_numpy(logits)[0, 0].double() / temperature).log_softmax(-1)
+    assert found[0, 1].item() == pytest.approx(-(logprobs.exp() * logprobs).sum().item(), abs=1e-4)
+    (gradient,) = torch.autograd.grad(found.sum(), scores)
+    assert gradient.isfinite().all()
 
 
 # ---- correction ----

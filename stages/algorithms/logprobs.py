@@ -31,3 +31,15 @@ def token_logprobs(logits: torch.Tensor, token_ids: torch.Tensor, temperatures: 
     scaled = logits[:, :-1].float() / temperatures[:, 1:, None]
     chosen = scaled.gather(-1, token_ids[:, 1:, None]).squeeze(-1)
     return torch.nn.functional.pad(chosen - scaled.logsumexp(-1), (1, 0))
+
+
+def token_entropy(logits: torch.Tensor, temperatures: torch.Tensor) -> torch.Tensor:
+    """Entropy in nats of softmax(logits / temperature), the distribution that each token was drawn from, in float32.
+
+    logits [batch, seq, vocab], temperatures [batch, seq] -> [batch, seq], aligned as in `token_logprobs`: position 0
+    gets 0. Logits of -inf add nothing.
+    """
+    logprobs = (logits[:, :-1].float() / temperatures[:, 1:, None]).log_softmax(-1)
+    probabilities = logprobs.exp()
+    terms = probabilities * logprobs.masked_fill(probabilities == 0, 0.0)
+    return torch.nn.functional.pad(-terms.sum(-1), (1, 0))
