@@ -1,4 +1,4 @@
-"""The algorithm's part of a recipe: reward, advantage, loss, correction, KL. One `type` each, one function behind it."""
+"""The algorithm's part of a recipe: reward, advantage, loss, correction, KL. A function of stages/algorithms each."""
 
 from __future__ import annotations
 
@@ -74,22 +74,6 @@ class ReinforceAdvantage(Config):
     """Mean 0 and variance 1 over the trained tokens of the batch."""
 
 
-class GAEAdvantage(Config):
-    type: Literal["gae"] = "gae"
-    """PPO's generalised advantage estimation over a critic's values; needs `critic`."""
-    gamma: Probability = 1.0
-    """Discount by sampled token."""
-    lam: Probability = 1.0
-    """Weight of longer returns; 1 takes the whole return, 0 one step and the critic."""
-    whiten: bool = True
-    """Mean 0 and variance 1 over the trained tokens of the batch; the critic's targets are not whitened."""
-
-
-class OnPolicyDistillAdvantage(Config):
-    type: Literal["on_policy_distill"] = "on_policy_distill"
-    """Minus the log-ratio to the teacher, by token (on-policy distillation); the teacher is `reference`."""
-
-
 class CustomAdvantage(Config):
     type: Literal["custom"] = "custom"
     """A function of your own."""
@@ -105,14 +89,12 @@ AdvantageConfig = Annotated[
     | ReinforceBaselineAdvantage
     | FlashReinforceAdvantage
     | ReinforceAdvantage
-    | GAEAdvantage
-    | OnPolicyDistillAdvantage
     | CustomAdvantage,
     Field(discriminator="type"),
 ]
-BY_TOKEN = ("reinforce", "gae", "on_policy_distill")
+BY_TOKEN = ("reinforce",)
 """Estimators whose advantage differs from token to token, so that a KL can be part of the reward."""
-WHITENED = ("reinforce", "reinforce_baseline", "gae")
+WHITENED = ("reinforce", "reinforce_baseline")
 BY_GROUP = ("grpo", "dr_grpo", "rloo", "maxrl", "reinforce_baseline")
 """Estimators that compare the rollouts of a prompt."""
 
@@ -173,9 +155,7 @@ class CustomLoss(LossConfig):
     """Keyword arguments of the function."""
 
 
-LossChoice = Annotated[
-    PolicyGradientLoss | PPOLoss | CISPOLoss | GSPOLoss | CustomLoss, Field(discriminator="type")
-]
+LossChoice = Annotated[PolicyGradientLoss | PPOLoss | CISPOLoss | GSPOLoss | CustomLoss, Field(discriminator="type")]
 
 
 class CorrectionConfig(Config):
@@ -207,14 +187,12 @@ class CorrectionConfig(Config):
 
 class KLConfig(Config):
     coef: NotNegative = 0.0
-    """Weight of the KL to the reference; 0 computes none."""
+    """Weight of the KL to the policy that sampled the token; 0 adds none."""
     kind: Literal["k1", "k2", "k3", "k3+"] = "k2"
     """Estimate: k1 = d, k2 = d^2/2, k3 = exp(-d) - 1 + d with d = log pi - log ref. In the loss, only k2 and k3+ (the
     value of k3, the gradient of k2) have the gradient of the reverse KL; k1's is zero on average and is refused."""
     place: Literal["loss", "reward"] = "loss"
-    """Beside the policy loss, or taken from the reward of each token (estimators reinforce and gae)."""
-    reference: Literal["model", "rollout"] = "model"
-    """A frozen model (`reference`), or the policy that sampled the token."""
+    """Beside the policy loss, or taken from the reward of each token (estimator reinforce)."""
     target: PositiveFloat | None = None
     """KL by token that an adaptive coefficient steers to; unset keeps `coef`."""
     horizon: PositiveFloat = 10_000.0

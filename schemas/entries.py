@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
+from functools import lru_cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -17,6 +18,7 @@ def load_module(where: str, key: str) -> ModuleType:
     return _run_file(Path(where), key) if where.endswith(".py") else _import(where, key)
 
 
+@lru_cache
 def load_object(entry: str, key: str) -> Any:
     """What an entry names. Raises RecipeError that names `key`."""
     where, _, name = entry.rpartition(":")

@@ -45,6 +45,7 @@ DECIDED_ENGINE_ARGS = {
 }
 """Arguments of vLLM that the recipe decides elsewhere: in two places, engine and trainer could disagree."""
 
+
 class RunConfig(Config):
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
     """Identifies the run; running the same name again resumes it."""
@@ -293,16 +294,13 @@ class RLRecipe(Recipe):
     window: WindowConfig = WindowConfig()
     filtering: FilteringConfig = FilteringConfig()
     reward: RewardConfig = RewardConfig()
+    """What becomes of the agent's reward before the estimator sees it; filters see the score as it was."""
     advantage: AdvantageConfig = GRPOAdvantage()
     """Estimator that turns rewards into advantages."""
     loss: LossChoice = PolicyGradientLoss()
-    """Policy loss."""
+    """Policy loss, and the optimizer steps of a batch."""
     correction: CorrectionConfig = CorrectionConfig()
     kl: KLConfig = KLConfig()
-    reference: RoleConfig | None = None
-    """Frozen model that a KL is measured against, or the teacher of a distillation."""
-    critic: CriticConfig | None = None
-    """Model of the values that `advantage.type` = gae needs."""
     engine: EngineConfig = EngineConfig()
     refit: RefitConfig = RefitConfig()
     evaluate: EvaluateConfig | None = None
@@ -318,8 +316,9 @@ class RLRecipe(Recipe):
         """What is wrong across fields, a line each: the keys, what was found, what is allowed."""
         yield from self._where_policies_disagree()
         yield from self._where_window_is_wrong()
+        yield from self._where_algorithms_disagree()
         rollout, agent = self.rollout, self.agent
-        if rollout.min_group_size < 2:
+        if rollout.min_group_size < 2 and self.advantage.type in BY_GROUP:
             yield (
                 f"rollout.min_group_size: found {rollout.min_group_size} (group_size {rollout.group_size}) with "
                 f"advantage.type = {self.advantage.type}, which compares rollouts of one prompt; allowed: 2 and more"
@@ -356,6 +355,24 @@ class RLRecipe(Recipe):
             )
         if self.correction.level == "off" and self.refit.cache == "keep":
             yield "refit.cache: found keep with correction.level = off; allowed: recompute, or level = token"
+
+    def _where_algorithms_disagree(self) -> Iterator[str]:
+        reward, kl, loss = self.reward, self.kl, self.loss
+        if reward.overlong and reward.overlong.buffer_tokens > self.agent.max_context_tokens:
+            yield (
+                f"reward.overlong.buffer_tokens: found {reward.overlong.buffer_tokens}; allowed: at most "
+                f"agent.max_context_tokens = {self.agent.max_context_tokens}"
+            )
+        if kl.coef and kl.place == "reward" and self.advantage.type not in BY_TOKEN:
+            yield (
+                f"kl.place: found reward with advantage.type = {self.advantage.type}, which gives all tokens one "
+                f"advantage; allowed: loss, or advantage.type = {' or '.join(BY_TOKEN)}"
+            )
+        if loss.minibatches > self.rollout.batch_groups:
+            yield (
+                f"loss.minibatches: found {loss.minibatches}; allowed: at most rollout.batch_groups = "
+                f"{self.rollout.batch_groups}, as groups stay whole"
+            )
 
     def _where_window_is_wrong(self) -> Iterator[str]:
         places, batch = self.window.groups_in_flight, self.rollout.batch_groups

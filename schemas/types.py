@@ -67,6 +67,7 @@ class StoredSegment:
     oldest_version: int
     newest_version: int
     error: str | None = None
+    reward_components: str = "{}"  # JSON object
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,25 +1,29 @@
-"""Advantage: from the rewards of the kept groups to one advantage per trained segment."""
+"""Advantage: from the rewards of the kept groups to one number per rollout, which its tokens share.
+
+What differs from token to token (discounts, a KL in the reward, whitening) the ranks add, which hold the tokens.
+"""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from statistics import fmean, pstdev
 
-from schemas.recipe import AdvantageConfig
-from schemas.types import Batch, Filtered, StoredGroup, TrainableSegment
+from schemas.errors import AgentError
+from schemas.recipe import RLRecipe
+from schemas.types import Batch, Filtered, Status, StoredGroup, TrainableSegment
+from stages.algorithms import shaping
 from stages.algorithms.estimators import estimate, is_constant
 
 
-def advantage(filtered: Filtered, step: int, config: AdvantageConfig) -> Batch:
+def advantage(filtered: Filtered, step: int, recipe: RLRecipe) -> Batch:
     """The batch of `step`. The baseline is taken over the rollouts that succeeded, one reward each however many
-    segments; all segments of a rollout get its advantage."""
+    segments; all segments of a rollout get its advantage. Rewards are shaped first."""
     groups = filtered.groups
-    rollouts = [
-        (index, rollout, reward) for index, group in enumerate(groups) for rollout, reward in group.rewards().items()
-    ]
-    rewards = [reward for _, _, reward in rollouts]
-    estimates = estimate(config.type, rewards, [index for index, _, _ in rollouts])
-    by_rollout = {(index, rollout): value for (index, rollout, _), value in zip(rollouts, estimates, strict=True)}
+    rollouts = [(index, rollout) for index, group in enumerate(groups) for rollout in group.rewards()]
+    rewards = [shaped_reward(groups[index], rollout, recipe) for index, rollout in rollouts]
+    estimates = estimate(recipe.advantage, rewards, [index for index, _ in rollouts])
+    by_rollout = dict(zip(rollouts, estimates, strict=True))
     segments = tuple(
         TrainableSegment(
             sequence=group.sequence,
@@ -34,6 +38,26 @@ def advantage(filtered: Filtered, step: int, config: AdvantageConfig) -> Batch:
         for segment in group.trainable
     )
     return Batch(step, segments, _metrics(groups, rewards, estimates))
+
+
+def shaped_reward(group: StoredGroup, rollout: int, recipe: RLRecipe) -> float:
+    """The reward that is trained: components weighed, then length punished, then clipped.
+
+    Raises AgentError when the agent did not give a component that has a weight."""
+    config, reward = recipe.reward, group.rewards()[rollout]
+    segments = [segment for segment in group.trainable if segment.rollout == rollout]
+    if config.weights:
+        try:
+            reward = shaping.weighted(json.loads(segments[0].reward_components), config.weights)
+        except ValueError as problem:
+            raise AgentError(f"group {group.group_id}, rollout {rollout}: {problem}") from problem
+    if config.overlong is not None:
+        peak, most = max(segment.num_tokens for segment in segments), recipe.agent.max_context_tokens
+        reward += shaping.overlong_penalty(peak, most, config.overlong.buffer_tokens, config.overlong.factor)
+    if config.truncated_factor is not None:
+        truncated = any(segment.status is Status.TRUNCATED for segment in segments)
+        reward = shaping.stop_properly(reward, truncated, config.truncated_factor)
+    return reward if config.clip is None else shaping.clip(reward, *config.clip)
 
 
 def _metrics(groups: Sequence[StoredGroup], rewards: Sequence[float], estimates: Sequence[float]) -> dict[str, float]:

@@ -41,7 +41,9 @@ class Batches:
                     "microbatch": microbatch,
                     "run_attempt": self._run_attempt,
                 }
-                for position, (segment, (minibatch, rank, microbatch)) in enumerate(zip(batch.segments, plan, strict=True))
+                for position, (segment, (minibatch, rank, microbatch)) in enumerate(
+                    zip(batch.segments, plan, strict=True)
+                )
             ]
         )
 

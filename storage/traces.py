@@ -23,6 +23,7 @@ LIGHT_COLUMNS = (
     "status",
     "error",
     "reward",
+    "reward_components",
     "score",
     "num_tokens",
     "num_sampled",
@@ -85,4 +86,5 @@ def _segment(row: dict[str, Any]) -> StoredSegment:
         oldest_version=row["oldest_version"],
         newest_version=row["newest_version"],
         error=row["error"],
+        reward_components=row["reward_components"],
     )

@@ -14,6 +14,10 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from schemas.algorithms import AdvantageConfig, CustomAdvantage
+from schemas.entries import load_object
+from schemas.errors import AgentError
+
 CONSTANT_RANGE = 1e-8
 """Rewards of a group that lie within this range count as equal: float noise must not become an advantage."""
 
@@ -107,6 +111,21 @@ ESTIMATORS = {
 }
 
 
-def estimate(type: str, rewards: Sequence[float], groups: Sequence[int]) -> list[float]:
-    """Advantages by rollout for plain numbers, so that callers need no tensors."""
-    return ESTIMATORS[type](torch.tensor(rewards, dtype=torch.float64), torch.tensor(groups)).tolist()
+def estimate(config: AdvantageConfig, rewards: Sequence[float], groups: Sequence[int]) -> list[float]:
+    """What the recipe's estimator makes of each rollout's reward, for plain numbers, so that callers need no tensors.
+
+    Raises RecipeError for a function of the user that cannot be loaded, AgentError for one that does not give a finite
+    number for each rollout.
+    """
+    function = ESTIMATORS.get(config.type)
+    if isinstance(config, CustomAdvantage):
+        function = load_object(config.function, "advantage.function")
+    assert function is not None
+    estimates = function(torch.tensor(rewards, dtype=torch.float64), torch.tensor(groups))
+    found = torch.as_tensor(estimates, dtype=torch.float64)
+    if found.shape != (len(rewards),) or not found.isfinite().all():
+        raise AgentError(
+            f"advantage.type = {config.type}: found {tuple(found.shape)} numbers, {int((~found.isfinite()).sum())} of "
+            f"them not finite; allowed: a finite one for each of the {len(rewards)} rollouts"
+        )
+    return found.tolist()

@@ -24,9 +24,7 @@ def deal_minibatches(groups: Sequence[Hashable], num_minibatches: int, seed: str
     return [minibatch[group] for group in groups]
 
 
-def plan_batch(
-    num_tokens: Sequence[int], minibatches: Sequence[int], num_ranks: int, max_tokens: int
-) -> list[Place]:
+def plan_batch(num_tokens: Sequence[int], minibatches: Sequence[int], num_ranks: int, max_tokens: int) -> list[Place]:
     """The place of each row: `plan_microbatches` within each minibatch."""
     plan: dict[int, Place] = {}
     for minibatch in sorted(set(minibatches)):
@@ -55,3 +53,11 @@ def plan_microbatches(num_tokens: Sequence[int], num_ranks: int, max_tokens: int
         open_microbatch[rank] = (index, rows + 1, longest)
         plan[row] = (rank, index)
     return plan
+
+
+def largest_microbatch(num_tokens: Sequence[int], plan: Sequence[Place]) -> int:
+    """Padded tokens of the largest microbatch of several rows in a plan; 0 when each row runs alone."""
+    lengths: dict[Place, list[int]] = {}
+    for place, count in zip(plan, num_tokens, strict=True):
+        lengths.setdefault(place, []).append(count)
+    return max((len(rows) * max(rows) for rows in lengths.values() if len(rows) > 1), default=0)

@@ -17,7 +17,7 @@ import torch
 from schemas.algorithms import CISPOLoss, CorrectionConfig, CustomLoss, GSPOLoss, KLConfig, LossConfig, PPOLoss
 from schemas.entries import load_object
 from stages.algorithms.aggregation import aggregate
-from stages.algorithms.correction import correction, log_ratio, mismatch_sums
+from stages.algorithms.correction import Correction, correction, log_ratio, mismatch_sums
 from stages.algorithms.kl import kl
 from stages.algorithms.losses import PolicyLoss, cispo, gspo, policy_gradient, ppo
 
@@ -31,6 +31,7 @@ class Microbatch:
 
     token_ids: torch.Tensor
     attention_mask: torch.Tensor
+    sampled: torch.Tensor
     trained: torch.Tensor
     rollout_logprobs: torch.Tensor
     temperatures: torch.Tensor
@@ -73,21 +74,10 @@ class Objective:
         mask, detached = batch.trained, logprobs.detach()
         old = detached if batch.old_logprobs is None else batch.old_logprobs
         ratio_log = log_ratio(old, batch.rollout_logprobs, mask)
-        config = self._correction
-        corrected = correction(
-            ratio_log,
-            old,
-            batch.rollout_logprobs,
-            mask,
-            level=config.level,
-            mode=config.mode,
-            gate=config.gate,
-            low=config.low,
-            high=config.high,
-        )
+        corrected = self._corrected(ratio_log, old, batch)
         policy = self._policy_loss(logprobs, old, batch.advantages, mask)
         losses = torch.where(corrected.weights == 0, 0.0, corrected.weights * policy.losses)
-        sums = {f"mismatch/{name}": value for name, value in mismatch_sums(ratio_log, mask).items()}
+        sums = {f"mismatch_{name}": value for name, value in mismatch_sums(ratio_log, mask).items()}
         if kl_coef and self._kl.place == "loss":
             losses = losses + kl_coef * kl(logprobs, batch.rollout_logprobs, self._kl.kind)
         if entropy is not None:
@@ -95,18 +85,26 @@ class Objective:
             sums["entropy"] = _total(entropy.detach(), mask)
         loss = aggregate(losses, mask, batch.row_weights)
         sums |= {
+            "trained": mask.sum(),
             "loss": loss.detach(),
             "policy_loss": aggregate(policy.losses.detach(), mask, batch.row_weights),
             "clipped": _total(policy.clipped, mask),
             "kept": _total(corrected.kept, mask),
-            "kept_units": corrected.kept_units,
-            "units": corrected.units,
+            "kept_units": corrected.units_kept,
+            "units": corrected.units_total,
             "logprob": _total(detached, mask),
             "policy_kl": _total(old - detached, mask),
             "kl": _total(kl(detached, batch.rollout_logprobs, self._kl.kind), mask),
-            "mismatch/max": ratio_log.abs().max(),
+            "mismatch_max": ratio_log.abs().max(),
         }
         return loss, sums
+
+    def _corrected(self, ratio_log: torch.Tensor, old: torch.Tensor, batch: Microbatch) -> Correction:
+        config, mask = self._correction, batch.trained
+        if config.level == "off":
+            return Correction(mask.to(ratio_log.dtype), mask, mask.sum(), mask.sum())
+        bounds = {"level": config.level, "mode": config.mode, "gate": config.gate, "low": config.low}
+        return correction(ratio_log, old, batch.rollout_logprobs, mask, **bounds, high=config.high)
 
 
 def _total(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:

@@ -35,5 +35,5 @@ def read_conversations(data: SFTDataConfig, model: ModelConfig) -> list[TrainRow
         token_ids = prompt + answer
         mask = ActionMask(trained, trained, torch.zeros(len(token_ids), dtype=torch.int64))
         count = len(token_ids)
-        rows.append(TrainRow(token_ids, [0.0] * count, torch.ones(count), mask, advantage=1.0))
+        rows.append(TrainRow(token_ids, [0.0] * count, torch.ones(count), mask, outcome=1.0))
     return rows
