@@ -366,21 +366,21 @@ def test_centering_is_finite_and_masked_positions_have_no_influence(
 
 @settings(deadline=None)
 @given(
-    pi=hnp.arrays("float64", SHAPE, elements=st.floats(1e-3, 1)),
     mu=hnp.arrays("float64", SHAPE, elements=st.floats(1e-3, 1)),
+    pi=hnp.arrays("float64", SHAPE, elements=st.floats(1e-3, 1)),
 )
-def test_statistics_agree_with_numpy(pi: np.ndarray, mu: np.ndarray) -> None:
-    policy, rollout, mask = torch.from_numpy(np.log(mu)), torch.from_numpy(np.log(pi)), torch.ones(SHAPE).bool()
-    a, b = np.clip(pi, 1e-6, 1 - 1e-6), np.clip(mu, 1e-6, 1 - 1e-6)
+def test_statistics_agree_with_numpy(mu: np.ndarray, pi: np.ndarray) -> None:
+    policy, rollout, mask = torch.from_numpy(np.log(pi)), torch.from_numpy(np.log(mu)), torch.ones(SHAPE).bool()
+    a, b = np.clip(mu, 1e-6, 1 - 1e-6), np.clip(pi, 1e-6, 1 - 1e-6)
     binary_kl = a * np.log(a / b) + (1 - a) * np.log((1 - a) / (1 - b))
-    by_token = {"ratio": mu / pi, "binary_kl": binary_kl, "tv": np.abs(pi - mu)}
+    by_token = {"ratio": pi / mu, "binary_kl": binary_kl, "tv": np.abs(mu - pi)}
     for gate, expected in by_token.items():
         np.testing.assert_allclose(measured(policy, rollout, mask, "token", gate), expected, rtol=1e-6, atol=1e-9)
     by_row = {
-        ("seq", "ratio"): (mu / pi).prod(1),
-        ("geo", "ratio"): (mu / pi).prod(1) ** (1 / 4),
+        ("seq", "ratio"): (pi / mu).prod(1),
+        ("geo", "ratio"): (pi / mu).prod(1) ** (1 / 4),
         ("seq", "binary_kl"): binary_kl.mean(1),
-        ("seq", "tv"): np.abs(pi - mu).mean(1),
+        ("seq", "tv"): np.abs(mu - pi).mean(1),
     }
     for (level, gate), expected in by_row.items():
         found = measured(policy, rollout, mask, level, gate)
