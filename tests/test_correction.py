@@ -110,6 +110,13 @@ def test_a_single_bound_is_the_upper_one() -> None:
     assert found.weights[0].tolist() == close(math.exp(-9), 1, 0)
 
 
+def test_the_ends_of_the_band_belong_to_it() -> None:
+    policy, zeros = rows([math.log(0.5), 0, math.log(4)]), rows([0, 0, 0])
+    ratios = log_ratio(policy, zeros, TRUE).exp()[0].tolist()
+    found = corrected(policy, zeros, TRUE, level="token", mode="mask", gate="ratio", low=ratios[0], high=ratios[2])
+    assert found.weights[0].tolist() == close(0.5, 1, 4) and found.kept.all()
+
+
 # ---- levels seq and geo ----
 
 
@@ -157,7 +164,7 @@ def test_one_huge_mismatch_takes_out_its_whole_sequence_and_is_reported(level: s
 
 
 def test_divergences_between_the_two_probabilities_of_a_token() -> None:
-    # p = 0.5 (engine), q = 0.25: 0.5 ln 2 + 0.5 ln(0.5 / 0.75) = 0.14384; |p - q| = 0.25; equal ones 0
+    # mu = 0.5, pi = 0.25: 0.5 ln 2 + 0.5 ln(0.5 / 0.75) = 0.14384; |mu - pi| = 0.25; equal ones 0
     policy, rollout = rows([0.25, 0.9, 0.5]).log(), rows([0.5, 0.9, 0.5]).log()
     assert measured(policy, rollout, TRUE, "token", "binary_kl")[0].tolist() == close(0.14384, 0, 0)
     assert measured(policy, rollout, TRUE, "token", "tv")[0].tolist() == close(0.25, 0, 0)
@@ -290,34 +297,34 @@ def test_with_all_tokens_in_the_head_a_shared_advantage_moves_nothing(weight: di
 
 @pytest.mark.parametrize("weight", WEIGHTS)
 def test_a_shorter_head_is_exact_when_the_rest_has_one_ratio(weight: dict[str, Any]) -> None:
-    # both leave 0.3 and 0.2 to the last two tokens, so p / q is 1.5 at each of them
+    # both leave 0.3 and 0.2 to the last two tokens, so the ratio is 1.5 at each of them
     policy, sampler = [0.3, 0.4, 0.15, 0.15], torch.tensor([0.5, 0.3, 0.1, 0.1], dtype=torch.float64)
     theta = torch.tensor(policy, dtype=torch.float64).log()
     assert expected_gradient([1] * 4, theta, sampler, weight, 2).tolist() == close(0, 0, 0, 0, abs=1e-9)
 
 
 def test_the_term_of_a_head_of_one_token() -> None:
-    # p = 0.5, q = 0.8, f = 1: rho = 0.2 / 0.5 = 0.4 = alpha; (0.8 - 0.4 * 0.5) * ln 0.5 = -0.41589; times A = 2.
-    # With f = min(x, 1): f(p/q) = 0.625, 1 / rho = 2.5 capped at 1, alpha = 0.4: (0.5 - 0.2) * ln 0.5 = -0.20794
-    p, q = rows([0.5])[..., None].log(), rows([0.8])[..., None].log()
+    # pi = 0.5, mu = 0.8, f = 1: rho = 0.2 / 0.5 = 0.4 = alpha; (0.8 - 0.4 * 0.5) * ln 0.5 = -0.41589; times A = 2.
+    # With f = min(x, 1): f(pi / mu) = 0.625, 1 / rho = 2.5 capped at 1, alpha = 0.4: (0.5 - 0.2) * ln 0.5 = -0.20794
+    pi, mu = rows([0.5])[..., None].log(), rows([0.8])[..., None].log()
     mask = torch.tensor([[True]])
-    assert score_centering(p, q, rows([2]), mask, mode=None).tolist() == [close(-0.83178)]
-    assert score_centering(p, q, rows([2]), mask, mode="trunc", high=1.0).tolist() == [close(-0.41589)]
-    assert score_centering(p, q, rows([2]), ~mask, mode=None).tolist() == [[0]]
+    assert score_centering(pi, mu, rows([2]), mask, mode=None).tolist() == [close(-0.83178)]
+    assert score_centering(pi, mu, rows([2]), mask, mode="trunc", high=1.0).tolist() == [close(-0.41589)]
+    assert score_centering(pi, mu, rows([2]), ~mask, mode=None).tolist() == [[0]]
 
 
 def test_no_gradient_flows_through_the_weights_of_the_head() -> None:
-    # d/d log p of sg[0.6] log p
-    p = rows([0.5])[..., None].log().requires_grad_()
-    loss = score_centering(p, rows([0.8])[..., None].log(), rows([1]), torch.tensor([[True]]), mode=None)
-    assert torch.autograd.grad(loss.sum(), p)[0].item() == pytest.approx(0.6)
+    # d/d log pi of sg[0.6] log pi
+    pi = rows([0.5])[..., None].log().requires_grad_()
+    loss = score_centering(pi, rows([0.8])[..., None].log(), rows([1]), torch.tensor([[True]]), mode=None)
+    assert torch.autograd.grad(loss.sum(), pi)[0].item() == pytest.approx(0.6)
 
 
 def test_a_head_may_be_filled_up() -> None:
-    p, q = rows([0.5, 0.2]).log()[None], rows([0.8, 0.0]).log()[None]
+    pi, mu = rows([0.5, 0.2]).log()[None], rows([0.8, 0.0]).log()[None]
     mask = torch.tensor([[True]])
-    short = score_centering(p[..., :1], q[..., :1], rows([1]), mask, mode=None)
-    assert torch.equal(score_centering(p, q, rows([1]), mask, mode=None), short)
+    short = score_centering(pi[..., :1], mu[..., :1], rows([1]), mask, mode=None)
+    assert torch.equal(score_centering(pi, mu, rows([1]), mask, mode=None), short)
 
 
 def test_centering_of_an_unknown_correction_is_refused() -> None:
@@ -359,21 +366,21 @@ def test_centering_is_finite_and_masked_positions_have_no_influence(
 
 @settings(deadline=None)
 @given(
-    p=hnp.arrays("float64", SHAPE, elements=st.floats(1e-3, 1)),
-    q=hnp.arrays("float64", SHAPE, elements=st.floats(1e-3, 1)),
+    mu=hnp.arrays("float64", SHAPE, elements=st.floats(1e-3, 1)),
+    pi=hnp.arrays("float64", SHAPE, elements=st.floats(1e-3, 1)),
 )
-def test_statistics_agree_with_numpy(p: np.ndarray, q: np.ndarray) -> None:
-    policy, rollout, mask = torch.from_numpy(np.log(q)), torch.from_numpy(np.log(p)), torch.ones(SHAPE).bool()
-    P, Q = np.clip(p, 1e-6, 1 - 1e-6), np.clip(q, 1e-6, 1 - 1e-6)
-    binary_kl = P * np.log(P / Q) + (1 - P) * np.log((1 - P) / (1 - Q))
-    by_token = {"ratio": q / p, "binary_kl": binary_kl, "tv": np.abs(p - q)}
+def test_statistics_agree_with_numpy(mu: np.ndarray, pi: np.ndarray) -> None:
+    policy, rollout, mask = torch.from_numpy(np.log(pi)), torch.from_numpy(np.log(mu)), torch.ones(SHAPE).bool()
+    a, b = np.clip(mu, 1e-6, 1 - 1e-6), np.clip(pi, 1e-6, 1 - 1e-6)
+    binary_kl = a * np.log(a / b) + (1 - a) * np.log((1 - a) / (1 - b))
+    by_token = {"ratio": pi / mu, "binary_kl": binary_kl, "tv": np.abs(mu - pi)}
     for gate, expected in by_token.items():
         np.testing.assert_allclose(measured(policy, rollout, mask, "token", gate), expected, rtol=1e-6, atol=1e-9)
     by_row = {
-        ("seq", "ratio"): (q / p).prod(1),
-        ("geo", "ratio"): (q / p).prod(1) ** (1 / 4),
+        ("seq", "ratio"): (pi / mu).prod(1),
+        ("geo", "ratio"): (pi / mu).prod(1) ** (1 / 4),
         ("seq", "binary_kl"): binary_kl.mean(1),
-        ("seq", "tv"): np.abs(p - q).mean(1),
+        ("seq", "tv"): np.abs(mu - pi).mean(1),
     }
     for (level, gate), expected in by_row.items():
         found = measured(policy, rollout, mask, level, gate)

@@ -92,6 +92,12 @@ def test_cispo_weighs_by_the_bounded_ratio(low: float | None, tokens: list[float
     assert gradient(found, logprobs) == close(-(0.8 if low else 0.5), 1, 1.2 * 4)
 
 
+def test_only_trained_tokens_count_as_clipped() -> None:
+    # every ratio is 1 and above the bound, the masked one too
+    found = cispo(OLD, OLD, rows([1, 1, 1]), torch.tensor([[True, True, False]]), high=0.9)
+    assert found.clipped.tolist() == [[True, True, False]]
+
+
 # ---- GSPO ----
 
 

@@ -183,6 +183,9 @@ def test_small_differences_are_divided_by_the_floor_of_the_variance() -> None:
     # deviations 1e-6, variance 1e-12 < 1e-8: 1e-6 / 1e-4
     a = vector(-1e-6, 1e-6)
     assert whiten(a, *moments(a, torch.ones(2).bool())).tolist() == close(-0.01, 0.01)
+    # above the floor it plays no part: deviations 2e-4, variance 4e-8
+    a = vector(-2e-4, 2e-4)
+    assert whiten(a, *moments(a, torch.ones(2).bool())).tolist() == close(-1, 1)
 
 
 @settings(deadline=None)

@@ -1,4 +1,8 @@
-"""Importance correction between the engine that sampled and the trainer, and the measure of their mismatch."""
+"""Importance correction between the engine that sampled and the trainer, and the measure of their mismatch.
+
+mu is the probability of a token by the engine that sampled it, pi that by the policy in the trainer: with several
+optimizer steps a batch, the policy before the first. Weights and gates are detached.
+"""
 
 from __future__ import annotations
 
@@ -54,12 +58,12 @@ def statistic(
 ) -> torch.Tensor:
     """The number that a gate compares with its bounds, all [rows, seq]; every token of a row has the row's at seq, geo.
 
-    `ratio_log` is that of `log_ratio`. With p the sampler's and q the policy's probability of the token, by gate:
+    `ratio_log` is that of `log_ratio`. By gate:
 
-    - ratio: q / p; seq: its product over the row's trained tokens, geo: the geometric mean (GSPO, 2507.18071, eq. 7)
-    - binary_kl: p log(p / q) + (1 - p) log((1 - p) / (1 - q)), the divergence seen by who can only tell this token from
-      the others; seq: its mean over the row
-    - tv: |p - q|; seq: its mean over the row
+    - ratio: pi / mu; seq: its product over the row's trained tokens, geo: the geometric mean (GSPO, 2507.18071, eq. 7)
+    - binary_kl: mu log(mu / pi) + (1 - mu) log((1 - mu) / (1 - pi)), the divergence seen by who can only tell this
+      token from the others; seq: its mean over the row
+    - tv: |mu - pi|; seq: its mean over the row
 
     Always finite; a log-prob that is NaN counts as a divergence of 30. Off the mask it means nothing. ValueError for
     other names, and for a divergence at level geo.
@@ -122,11 +126,12 @@ def score_centering(
 ) -> torch.Tensor:
     """What is added to the losses so that an advantage that all tokens share moves nothing, [rows, seq].
 
-    Tokens of the sampler have a mean score of 0 only under the policy itself, so a constant advantage drifts by A *
-    E_sampler[f(p / q) grad log p]. That mean is subtracted: exactly over the head, the sampler's k most probable tokens
-    with log-probs log q and (with gradient) log p [rows, seq, k], and as if p / q were one number over the rest. With
-    rho = max(1 - sum q, 1e-6) / max(1 - sum p, 1e-6) and alpha = rho f(1 / rho), which uses that the scores of all
-    tokens add up to 0 under p, the term is A * sum over the head of sg[q f(p / q) - alpha p] log p.
+    The score grad log pi has mean 0 under pi, but not under mu: an advantage A of all tokens drifts by A * E_mu[f(pi /
+    mu) grad log pi], f being the weight of the losses. That mean is subtracted: exactly over the head, the engine's k
+    most probable tokens [rows, seq, k] (the policy's log-probs of them with gradient), and over the rest as if pi / mu
+    were one number there. With rho = max(1 - sum mu, 1e-6) / max(1 - sum pi, 1e-6) and alpha = rho f(1 / rho), since
+    the scores of all tokens add up to 0 under pi, the term is A * sum over the head of sg[mu f(pi / mu) - alpha pi] log
+    pi.
 
     `mode` says what the losses are weighted by at level token: None for nothing (f = 1), else as in `correction` with
     the same bounds. A head with fewer than k tokens is filled up with -inf; the term is 0 off the mask. ValueError for
@@ -135,10 +140,10 @@ def score_centering(
     if mode is not None and mode not in MODES:
         raise ValueError(f"no correction is called {mode!r}; there are {', '.join(MODES)}")
     head = mask[..., None] & (rollout_top_logprobs > -math.inf)
-    p, q = (torch.where(head, top.detach().exp(), 0.0) for top in (policy_top_logprobs, rollout_top_logprobs))
+    pi, mu = (torch.where(head, top.detach().exp(), 0.0) for top in (policy_top_logprobs, rollout_top_logprobs))
     ratio = log_ratio(policy_top_logprobs, rollout_top_logprobs, head).exp()
-    rho = (1 - q.sum(-1, keepdim=True)).clamp(min=1e-6) / (1 - p.sum(-1, keepdim=True)).clamp(min=1e-6)
-    scale = q * _weight(ratio, mode, low, high) - rho * _weight(1 / rho, mode, low, high) * p
+    rho = (1 - mu.sum(-1, keepdim=True)).clamp(min=1e-6) / (1 - pi.sum(-1, keepdim=True)).clamp(min=1e-6)
+    scale = mu * _weight(ratio, mode, low, high) - rho * _weight(1 / rho, mode, low, high) * pi
     scored = head & (policy_top_logprobs != -math.inf)
     terms = torch.where(scored, scale * policy_top_logprobs, torch.zeros_like(policy_top_logprobs))
     return torch.where(mask, advantages, 0.0) * terms.sum(-1)
@@ -153,12 +158,12 @@ def _weight(ratio: torch.Tensor, mode: str | None, low: float, high: float) -> t
 
 
 def _divergence(policy_logprobs: torch.Tensor, rollout_logprobs: torch.Tensor, gate: str) -> torch.Tensor:
-    p, q = rollout_logprobs.exp(), policy_logprobs.exp()
+    mu, pi = rollout_logprobs.exp(), policy_logprobs.exp()
     if gate == "tv":
-        divergence = (p - q).abs()
+        divergence = (mu - pi).abs()
     else:
-        p, q = (x.clamp(MIN_PROBABILITY, 1 - MIN_PROBABILITY) for x in (p, q))
-        divergence = p * (p / q).log() + (1 - p) * ((1 - p) / (1 - q)).log()
+        mu, pi = (x.clamp(MIN_PROBABILITY, 1 - MIN_PROBABILITY) for x in (mu, pi))
+        divergence = mu * (mu / pi).log() + (1 - mu) * ((1 - mu) / (1 - pi)).log()
     return torch.nan_to_num(divergence, nan=MAX_LOG_RATIO)
 
 
