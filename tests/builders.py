@@ -5,8 +5,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from schemas.recipe import SamplingConfig
+from schemas.recipe import RLRecipe, SamplingConfig
 from schemas.types import GroupTask, Prompt, Status, StoredGroup, StoredSegment
+
+
+def recipe(**parts: Any) -> RLRecipe:
+    """A recipe with what has no default, and with `parts`."""
+    values: dict[str, Any] = {
+        "kind": "rl",
+        "run": {"name": "test"},
+        "model": {"path": "model"},
+        "prompts": {"path": "prompts.jsonl"},
+        "agent": {"entry": "agent:Agent"},
+        "max_steps": 1,
+    }
+    return RLRecipe.model_validate(values | parts)
 
 
 def segment(
@@ -21,6 +34,7 @@ def segment(
     num_sampled: int = 4,
     version: int = 0,
     error: str | None = None,
+    components: str = "{}",
 ) -> StoredSegment:
     """One committed trace row. Without a score of its own it has the reward, as the turn loop writes it."""
     if not status.trainable:
@@ -37,6 +51,7 @@ def segment(
         oldest_version=version,
         newest_version=version,
         error=error,
+        reward_components=components,
     )
 
 

@@ -6,16 +6,16 @@ from typing import Any
 
 import pytest
 
-from schemas.recipe import DrGRPOAdvantage, GRPOAdvantage
+from schemas.algorithms import DrGRPOAdvantage, GRPOAdvantage
 from schemas.types import Batch, Filtered, Status, StoredGroup
 from stages.advantage import advantage
-from tests.builders import group, segment
+from tests.builders import group, recipe, segment
 
 GRPO, DR_GRPO = GRPOAdvantage(), DrGRPOAdvantage()
 
 
 def batch(*groups: StoredGroup, config: Any = DR_GRPO) -> Batch:
-    return advantage(Filtered(groups), 3, config)
+    return advantage(Filtered(groups), 3, recipe(advantage=config))
 
 
 def advantages(made: Batch) -> dict[tuple[int, int, int], float]:

@@ -168,7 +168,7 @@ def run(recipe: str) -> RunFolder:
         segments = tuple(
             TrainableSegment(step, group.group_id, s.rollout, 0, s.row, s.num_tokens, 0.5) for s in group.segments
         )
-        batches.record(Batch(step, segments), [(0, 0)] * 2, num_ranks=1)
+        batches.record(Batch(step, segments), [(0, 0, 0)] * 2, num_ranks=1)
         line = {"step": step, "train/loss": 0.5, "rollout/reward_mean": 0.25 + step / 2, "step/seconds": 1.5}
         append_metrics(folder, line)
     Outcomes(folder.uri).record([Outcome(2, "0000-000002-0", "dropped", "zero_variance")], 1)

@@ -19,7 +19,6 @@ from stages.algorithms.correction import (
     MODES,
     Correction,
     correction,
-    correction_weights,
     log_ratio,
     score_centering,
     statistic,
@@ -89,13 +88,6 @@ def test_icepop_zeroes_what_lies_outside_its_band() -> None:
     assert found.kept.tolist() == [[True, False, True]] and (found.units_kept, found.units_total) == (2, 3)
     losses = ppo(PREVIOUS, PREVIOUS, rows([1, -1, 2]), TRUE).losses
     assert (found.weights * losses).mean().item() == pytest.approx(-0.74800, abs=1e-5)
-
-
-def test_the_mask_at_level_token_is_what_correction_weights_gives() -> None:
-    rollout = rows([-0.5, -3.5, -0.8])
-    found = corrected(PREVIOUS, rollout, TRUE, level="token", mode="mask", gate="ratio", low=0.5, high=5.0)
-    old = correction_weights(log_ratio(PREVIOUS, rollout, TRUE), "token", 0.5, 5.0)
-    assert torch.equal(found.weights, old)
 
 
 def test_clip_bounds_the_weight_on_both_sides() -> None:

@@ -11,10 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from stages.algorithms.correction import MAX_LOG_RATIO, correction_weights, log_ratio, mismatch_sums
+from schemas.algorithms import CorrectionConfig, KLConfig, PolicyGradientLoss
+from stages.algorithms.correction import MAX_LOG_RATIO, log_ratio, mismatch_sums
 from stages.algorithms.logprobs import token_entropy, token_logprobs, token_temperatures
-from stages.algorithms.losses import policy_gradient, token_mean
 from stages.algorithms.masks import action_mask
+from stages.algorithms.objective import Microbatch, Objective
 
 TRUE = torch.tensor([[True, True, True]])
 
@@ -38,8 +39,12 @@ def step_loss(
     high: float = 5.0,
 ) -> torch.Tensor:
     """The loss of one microbatch as the trainer puts it together."""
-    weights = correction_weights(log_ratio(policy, rollout, mask), level, low, high)
-    return token_mean(policy_gradient(policy, advantages, weights), mask, denominator)
+    correction = CorrectionConfig.model_construct(level=level, low=low, high=high)  # also bands without 1
+    row_weights = torch.full((len(mask),), 1 / max(denominator, 1), dtype=torch.float64)
+    unused = torch.zeros(mask.shape)
+    batch = Microbatch(unused, unused, mask, mask, rollout, unused, advantages, row_weights)
+    loss, _ = Objective(PolicyGradientLoss(), correction, KLConfig())(batch, policy, None, 0.0)
+    return loss
 
 
 # ---- which tokens are trained ----
@@ -197,12 +202,6 @@ def test_entropy_is_the_expected_surprise(logits: Any, temperature: float) -> No
 PREVIOUS = rows([-1, -1, -1])
 
 
-def test_weights_are_the_importance_ratios() -> None:
-    # exp(prev - gen): exp(-0.5), exp(0.5), exp(-0.2)
-    ratio = log_ratio(PREVIOUS, rows([-0.5, -1.5, -0.8]), TRUE)
-    assert correction_weights(ratio, "token", 0.0, 100.0)[0].tolist() == close(0.60653, 1.64872, 0.81873)
-
-
 def test_icepop_zeroes_what_lies_outside_its_band() -> None:
     # ratios exp(-0.5) = 0.6065, exp(2.5) = 12.18, exp(-0.2) = 0.8187; the band is [0.5, 5]
     policy = PREVIOUS.clone().requires_grad_()
@@ -213,14 +212,10 @@ def test_icepop_zeroes_what_lies_outside_its_band() -> None:
     assert gradient.sum().item() == pytest.approx(-0.74800, abs=1e-4)
 
 
-def test_the_ends_of_the_band_belong_to_it() -> None:
-    ratio = rows([math.log(0.5), 0.0, math.log(4)])
-    assert correction_weights(ratio, "token", 0.5, 4.0)[0].tolist() == close(0.5, 1, 4)
-    assert correction_weights(ratio, "token", 0.5, 3.9)[0].tolist() == close(0.5, 1, 0)
-
-
 def test_off_weighs_every_token_alike() -> None:
-    assert correction_weights(rows([9, 0, -9]), "off", 0.5, 5.0)[0].tolist() == [1, 1, 1]
+    # ratios exp(2) and exp(-3) would be 7.4 and 0.05
+    loss = step_loss(PREVIOUS, rows([-3, -1, 2]), rows([1, -1, 2]), TRUE, denominator=3, level="off")
+    assert loss.item() == pytest.approx((1 - 1 + 2) / 3)
 
 
 def test_no_gradient_flows_through_the_weights() -> None:
@@ -240,20 +235,10 @@ def test_mismatch_is_measured_over_trained_tokens() -> None:
 def test_a_logprob_that_is_no_number_counts_as_the_largest_mismatch(policy: float, rollout: float) -> None:
     ratio = log_ratio(rows([policy]), rows([rollout]), torch.tensor([[True]]))
     assert ratio.tolist() == [[MAX_LOG_RATIO]]
-    assert correction_weights(ratio, "token", 0.5, 5.0).tolist() == [[0]]
+    assert step_loss(rows([policy]), rows([rollout]), rows([1]), torch.tensor([[True]]), denominator=1).item() == 0
 
 
 # ---- loss and aggregation ----
-
-
-def test_the_loss_of_a_token_is_minus_weight_times_advantage_times_logprob() -> None:
-    losses = policy_gradient(rows([-1, -2, -3]), rows([1, -1, 2]), rows([1, 0.5, 2]))
-    assert losses.tolist() == [[1 * 1 * 1, 0.5 * -1 * 2, 2 * 2 * 3]]
-
-
-def test_token_mean_divides_by_the_trained_tokens_of_the_step() -> None:
-    losses, mask = rows([1, 2, 30], [4, 50, 6]), torch.tensor([[True, True, False], [True, False, True]])
-    assert token_mean(losses, mask, denominator=4).item() == (1 + 2 + 4 + 6) / 4 == 3.25
 
 
 LENGTHS_1_3 = torch.tensor([[True, False, False], [True, True, True]])
@@ -261,9 +246,10 @@ LENGTHS_1_3 = torch.tensor([[True, False, False], [True, True, True]])
 
 def test_the_denominator_is_that_of_the_whole_step_and_not_of_a_microbatch() -> None:
     # rows of 1 and 3 tokens, losses (4; 0, 0, 0): 4 / 4 = 1.0; a mean of microbatch means would give (4 + 0) / 2 = 2.0
-    losses = rows([4, 0, 0], [0, 0, 0])
-    assert token_mean(losses, LENGTHS_1_3, 4).item() == 1.0
-    one_by_one = [token_mean(losses[i : i + 1], LENGTHS_1_3[i : i + 1], 4).item() for i in range(2)]
+    logprobs, ones = rows([-4, 0, 0], [0, 0, 0]), rows([1, 1, 1], [1, 1, 1])
+    assert step_loss(logprobs, logprobs, ones, LENGTHS_1_3, 4).item() == 1.0
+    parts = [slice(0, 1), slice(1, 2)]
+    one_by_one = [step_loss(logprobs[p], logprobs[p], ones[p], LENGTHS_1_3[p], 4).item() for p in parts]
     assert one_by_one == [1.0, 0.0]
 
 

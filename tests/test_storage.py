@@ -56,7 +56,7 @@ def batch(step: int, *sequences: int) -> Batch:
 
 
 def record(batches: Batches, step: int, *sequences: int) -> None:
-    batches.record(batch(step, *sequences), [(0, 0)] * len(sequences), num_ranks=1)
+    batches.record(batch(step, *sequences), [(0, 0, 0)] * len(sequences), num_ranks=1)
 
 
 # ---- tables ----
@@ -208,7 +208,7 @@ def test_traces_of_training_and_of_evaluation_are_apart(uri: str) -> None:
 
 
 def test_a_batch_comes_back_in_its_order_with_its_plan(uri: str) -> None:
-    Batches(uri, run_attempt=3).record(batch(7, 5, 2, 9), [(1, 0), (0, 0), (0, 1)], num_ranks=2)
+    Batches(uri, run_attempt=3).record(batch(7, 5, 2, 9), [(0, 1, 0), (0, 0, 0), (0, 0, 1)], num_ranks=2)
     rows = Batches(uri).read(7)
     columns = (
         "step",
@@ -244,7 +244,7 @@ def test_steps_are_listed_from_where_one_asks(uri: str) -> None:
 
 def test_a_plan_must_name_a_place_for_every_row(uri: str) -> None:
     with pytest.raises(ValueError, match="zip"):
-        Batches(uri).record(batch(0, 1, 2), [(0, 0)], num_ranks=1)
+        Batches(uri).record(batch(0, 1, 2), [(0, 0, 0)], num_ranks=1)
 
 
 def test_a_batch_that_was_recorded_twice_is_not_trained(uri: str) -> None:

@@ -22,17 +22,6 @@ def log_ratio(policy_logprobs: torch.Tensor, rollout_logprobs: torch.Tensor, mas
     return difference.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).masked_fill(~mask, 0.0)
 
 
-def correction_weights(ratio_log: torch.Tensor, level: str, low: float, high: float) -> torch.Tensor:
-    """Weight of each token's loss: its importance ratio where that lies in [low, high], else 0 (IcePop, 2510.18855).
-
-    `level` off gives ones. Masked tokens stay in the loss's denominator, so the mask can only shrink a step.
-    """
-    if level == "off":
-        return torch.ones_like(ratio_log)
-    ratio = ratio_log.exp()
-    return torch.where((ratio >= low) & (ratio <= high), ratio, torch.zeros_like(ratio))
-
-
 LEVELS = ("token", "seq", "geo")
 MODES = ("mask", "clip", "trunc")
 GATES = ("ratio", "binary_kl", "tv")

@@ -82,14 +82,12 @@ def cispo(
 
 
 def policy_gradient(
-    logprobs: torch.Tensor, old_logprobs: torch.Tensor, advantages: torch.Tensor, mask: torch.Tensor | None = None
-) -> PolicyLoss | torch.Tensor:
+    logprobs: torch.Tensor, old_logprobs: torch.Tensor, advantages: torch.Tensor, mask: torch.Tensor
+) -> PolicyLoss:
     """-A log pi (REINFORCE; Sutton & Barto 13.3), the gradient of `ppo` at a ratio of 1. `old_logprobs` play no part.
 
     A token without advantage adds nothing, even where its log-prob is infinite.
     """
-    if mask is None:  # called as (logprobs, advantages, weights): the losses alone
-        return _score_loss(old_logprobs * advantages, logprobs)
     losses = _score_loss(torch.where(mask, advantages, 0.0), logprobs)
     return PolicyLoss(losses, torch.zeros_like(mask))
 
@@ -117,11 +115,6 @@ def value_loss(
     near = (old_values + (values - old_values).clamp(-clip, clip) - returns).square() / 2
     clipped = near > plain
     return torch.where(clipped, near, plain), clipped
-
-
-def token_mean(losses: torch.Tensor, mask: torch.Tensor, denominator: float) -> torch.Tensor:
-    """Sum over trained tokens (`mask`) over their number in the whole step; other positions never matter, NaN too."""
-    return torch.where(mask, losses, torch.zeros_like(losses)).sum() / max(denominator, 1.0)
 
 
 def _log_ratios(logprobs: torch.Tensor, old_logprobs: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:

@@ -14,12 +14,12 @@ from functools import partial
 
 import torch
 
-from schemas.algorithms import CISPOLoss, CorrectionConfig, CustomLoss, GSPOLoss, KLConfig, LossConfig, PPOLoss
+from schemas.algorithms import CorrectionConfig, CustomLoss, KLConfig, LossChoice, LossConfig
 from schemas.entries import load_object
 from stages.algorithms.aggregation import aggregate
 from stages.algorithms.correction import Correction, correction, log_ratio, mismatch_sums
 from stages.algorithms.kl import kl
-from stages.algorithms.losses import PolicyLoss, cispo, gspo, policy_gradient, ppo
+from stages.algorithms.losses import LOSSES, PolicyLoss
 
 
 @dataclass(frozen=True)
@@ -40,24 +40,18 @@ class Microbatch:
     old_logprobs: torch.Tensor | None = None
 
 
-def policy_loss(config: LossConfig) -> Callable[..., PolicyLoss]:
+def policy_loss(config: LossChoice) -> Callable[..., PolicyLoss]:
     """The loss function of a recipe, `f(logprobs, old_logprobs, advantages, mask)`. Raises RecipeError for a function
     of the user that cannot be loaded."""
-    if isinstance(config, PPOLoss):
-        return partial(ppo, clip_low=config.clip_low, clip_high=config.clip_high, dual_clip=config.dual_clip)
-    if isinstance(config, CISPOLoss):
-        return partial(cispo, low=config.low, high=config.high)
-    if isinstance(config, GSPOLoss):
-        return partial(gspo, clip_low=config.clip_low, clip_high=config.clip_high)
     if isinstance(config, CustomLoss):
         return partial(load_object(config.function, "loss.function"), **config.args)
-    return policy_gradient
+    return partial(LOSSES[config.type], **config.model_dump(exclude={"type", *LossConfig.model_fields}))
 
 
 class Objective:
     """The objective of one recipe."""
 
-    def __init__(self, loss: LossConfig, correction: CorrectionConfig, kl: KLConfig) -> None:
+    def __init__(self, loss: LossChoice, correction: CorrectionConfig, kl: KLConfig) -> None:
         self._policy_loss = policy_loss(loss)
         self._correction = correction
         self._kl = kl
@@ -103,8 +97,17 @@ class Objective:
         config, mask = self._correction, batch.trained
         if config.level == "off":
             return Correction(mask.to(ratio_log.dtype), mask, mask.sum(), mask.sum())
-        bounds = {"level": config.level, "mode": config.mode, "gate": config.gate, "low": config.low}
-        return correction(ratio_log, old, batch.rollout_logprobs, mask, **bounds, high=config.high)
+        return correction(
+            ratio_log,
+            old,
+            batch.rollout_logprobs,
+            mask,
+            level=config.level,
+            mode=config.mode,
+            gate=config.gate,
+            low=config.low,
+            high=config.high,
+        )
 
 
 def _total(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:

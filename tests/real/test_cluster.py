@@ -69,8 +69,8 @@ async def test_the_trainer_recomputes_each_turn_at_the_temperature_that_a_reques
     rows = Traces(folder.uri).tokens([segment.row for group in groups for segment in group.segments])
     chosen = {tuple(round(turn["temperature"], 4) for turn in row["turns"]) for row in rows}
     assert (0.5, 1.7) in chosen
-    batch = advantage(Filtered(groups), 0, recipe.advantage)
-    trained = await train_step(batch, Batches(folder.uri), opened.trainer, recipe.trainer)
+    batch = advantage(Filtered(groups), 0, recipe)
+    trained = await train_step(batch, Batches(folder.uri), opened.trainer, recipe)
     assert trained.metrics["train/trained_tokens"] > 0 and trained.metrics["mismatch/abs_max"] < 1e-4
 
 
