@@ -368,6 +368,11 @@ class RLRecipe(Recipe):
                 f"kl.place: found reward with advantage.type = {self.advantage.type}, which gives all tokens one "
                 f"advantage; allowed: loss, or advantage.type = {' or '.join(BY_TOKEN)}"
             )
+        if self.advantage.type == "maxrl" and (reward.overlong or (reward.truncated_factor or 0) < 0):
+            yield (
+                "advantage.type: found maxrl with a reward that shaping makes negative; allowed: maxrl without "
+                "reward.overlong and with reward.truncated_factor from 0 to 1, as it takes the reward for a pass rate"
+            )
         if loss.minibatches > self.rollout.batch_groups:
             yield (
                 f"loss.minibatches: found {loss.minibatches}; allowed: at most rollout.batch_groups = "

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from schemas.algorithms import DrGRPOAdvantage
 from stages.algorithms.estimators import estimate
 from stages.algorithms.shaping import clip, overlong_penalty, stop_properly, weighted
 
@@ -36,7 +37,7 @@ def test_a_rollout_whose_graders_all_failed_never_enters_the_mean_of_its_group()
     with pytest.raises(ValueError, match="no reward without answer"):
         weighted({"answer": None}, {"answer": 1.0})
     graded = [weighted({"answer": reward}, {"answer": 1.0}) for reward in (1.0, 0.0)]
-    assert estimate("dr_grpo", graded, [0, 0]) == [0.5, -0.5]
+    assert estimate(DrGRPOAdvantage(), graded, [0, 0]) == [0.5, -0.5]
 
 
 @pytest.mark.parametrize(

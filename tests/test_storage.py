@@ -16,9 +16,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from schemas.arrow import OUTCOMES, TRACES
+from schemas.arrow import OUTCOMES, SCHEMA_VERSION, TRACES
 from schemas.errors import RecipeError, StoreError
-from schemas.recipe import RLRecipe, TrainerConfig
+from schemas.recipe import RLRecipe
 from schemas.types import Batch, Outcome, Shard, Status, TrainableSegment
 from stages.checkpoint import checkpoint, load_checkpoint, restore
 from stages.train_step import train_step
@@ -29,6 +29,7 @@ from storage.metrics import append_metrics, read_metrics
 from storage.runs import RunFolder, check_model, find_runs, write_atomically
 from storage.tables import Table
 from storage.traces import Traces
+from tests import builders
 from tests.builders import trace_row
 
 ROOT = Path(__file__).parent.parent
@@ -71,11 +72,14 @@ def test_a_table_is_created_with_its_schema_and_opened_again(uri: str) -> None:
 def test_a_table_of_another_version_or_kind_is_refused(uri: str) -> None:
     Table(f"{uri}/a.lance", OUTCOMES.with_metadata({"moltflow.table": "outcomes", "moltflow.version": "99"}))
     with pytest.raises(
-        StoreError, match=r"found a table of schema outcomes 99; .* reads and writes outcomes 1; use the"
+        StoreError,
+        match=rf"found a table of schema outcomes 99; .* reads and writes outcomes {SCHEMA_VERSION}; use the",
     ):
         Table(f"{uri}/a.lance", OUTCOMES)
     Table(f"{uri}/b.lance", OUTCOMES)
-    with pytest.raises(StoreError, match=r"found a table of schema outcomes 1; .* traces 1"):
+    with pytest.raises(
+        StoreError, match=rf"found a table of schema outcomes {SCHEMA_VERSION}; .* traces {SCHEMA_VERSION}"
+    ):
         Table(f"{uri}/b.lance", TRACES)
     foreign = pa.schema([pa.field("x", pa.int64())], metadata={"by": "someone else"})
     Table(f"{uri}/c.lance", foreign)
@@ -275,10 +279,13 @@ async def test_a_batch_is_in_the_store_before_it_is_trained(uri: str) -> None:
     class Reading(RecordingTrainer):
         async def train(self, step: int) -> dict[str, float]:
             rows = Batches(uri).read(step)
-            return {"train/rows": len(rows), "train/ranks": len({row["rank"] for row in rows})}
+            return {"train/rows": len(rows)} | {
+                f"train/{column}": len({row[column] for row in rows}) for column in ("rank", "minibatch")
+            }
 
-    result = await train_step(batch(3, 0, 1, 2), Batches(uri), Reading(), TrainerConfig(num_ranks=2))
-    assert (result.metrics["train/rows"], result.metrics["train/ranks"]) == (3, 2)
+    of_two = builders.recipe(trainer={"num_ranks": 2}, loss={"type": "ppo", "minibatches": 2})
+    result = await train_step(batch(3, 0, 1, 2), Batches(uri), Reading(), of_two)
+    assert [result.metrics[f"train/{name}"] for name in ("rows", "rank", "minibatch")] == [3, 2, 2]
 
 
 # ---- ledger ----
