@@ -205,6 +205,8 @@ class KLConfig(Config):
                 "kind: found k1 with place = loss, whose gradient is zero on average; allowed: k2 (its unbiased form), "
                 "k3, k3+"
             )
+        if self.target is not None and self.coef == 0:
+            raise ValueError(f"target: found {self.target} with coef = 0; allowed: a coef to start from")
         if self.place == "reward" and self.kind != "k1":
             found = f"kind: found {self.kind} with place = reward"
             raise ValueError(f"{found}, where only the log-ratio has the gradient of the reverse KL; allowed: k1")

@@ -17,6 +17,7 @@ def recipe(**parts: Any) -> RLRecipe:
         "model": {"path": "model"},
         "prompts": {"path": "prompts.jsonl"},
         "agent": {"entry": "agent:Agent"},
+        "rollout": {"sampling": {"max_tokens": 8}},
         "max_steps": 1,
     }
     return RLRecipe.model_validate(values | parts)

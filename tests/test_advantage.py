@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from schemas.algorithms import DrGRPOAdvantage, GRPOAdvantage
+from schemas.algorithms import CustomAdvantage, DrGRPOAdvantage, GRPOAdvantage
+from schemas.errors import AgentError
 from schemas.types import Batch, Filtered, Status, StoredGroup
-from stages.advantage import advantage
+from stages.advantage import advantage, shaped_reward
 from tests.builders import group, recipe, segment
 
 GRPO, DR_GRPO = GRPOAdvantage(), DrGRPOAdvantage()
@@ -86,3 +88,60 @@ def test_every_trainable_row_of_every_group_is_in_the_batch_once(rewards: list[f
         for sequence in range(3)
     ]
     assert [s.row for s in batch(*groups).segments] == [0, 1, 10, 11, 20, 21]
+
+
+# ---- shaped rewards ----
+
+
+def shaped(config: dict[str, Any], *segments: Any) -> float:
+    (group_,) = [group(0, *segments)]
+    return shaped_reward(group_, 0, recipe(reward=config, agent={"entry": "a:B", "max_context_tokens": 100}))
+
+
+def test_components_are_weighed_before_length_is_punished_and_the_clip_comes_last() -> None:
+    # 2 x 0.5 + 1 x 3 = 4; peak 90 of 100 with a ramp of 20: half of it, -0.5 x 2 = -1; 3 is clipped to 2.5
+    one = segment(0, 9.0, components='{"format": 0.5, "answer": 3}', num_tokens=40)
+    two = segment(0, 9.0, components='{"format": 0.5, "answer": 3}', num_tokens=90, index=1)
+    weights, overlong = {"format": 2.0, "answer": 1.0}, {"buffer_tokens": 20, "factor": 2.0}
+    assert shaped({"weights": weights}, one, two) == 4
+    assert shaped({"weights": weights, "overlong": overlong}, one, two) == 3
+    assert shaped({"weights": weights, "overlong": overlong, "clip": [0, 2.5]}, one, two) == 2.5
+
+
+def test_a_rollout_with_a_truncated_segment_gets_a_part_of_its_reward() -> None:
+    cut, whole = segment(0, 3.0, status=Status.TRUNCATED), segment(0, 3.0, index=1)
+    assert shaped({"truncated_factor": 0.5}, whole, cut) == 1.5
+    assert shaped({"truncated_factor": -1}, whole, cut) == -1
+    assert shaped({"truncated_factor": 0.5}, whole) == 3
+
+
+def test_a_component_that_is_missing_stops_the_run_and_is_named() -> None:
+    with pytest.raises(AgentError, match=r"group 0000-000000-0, rollout 0: no reward without answer \(missing\)"):
+        shaped({"weights": {"answer": 1.0}}, segment(0, 1.0, components='{"format": 1}'))
+
+
+def test_what_is_logged_as_reward_is_what_is_trained() -> None:
+    # rewards 1 and 0 of which the weights make 1 x 2 and 0 x 2
+    members = [segment(r, 9.0, components=f'{{"answer": {1 - r}}}') for r in range(2)]
+    made = advantage(Filtered([group(0, *members)]), 0, recipe(reward={"weights": {"answer": 2.0}}, advantage=DR_GRPO))
+    assert made.metrics["advantage/reward_mean"] == 1
+    assert advantages(made) == {(0, 0, 0): 1, (0, 1, 0): -1}
+
+
+# ---- a user's own estimator ----
+
+
+def own(folder: Path, body: str) -> CustomAdvantage:
+    (folder / "mine.py").write_text(f"def mine(rewards, groups):\n    return {body}\n")
+    return CustomAdvantage(function=f"{folder}/mine.py:mine")
+
+
+def test_an_estimator_of_the_user_takes_the_place_of_ours(tmp_path: Path) -> None:
+    made = batch(group(0, rewards=[3, 1]), config=own(tmp_path, "rewards * 10 + groups"))
+    assert advantages(made) == {(0, 0, 0): 30, (0, 1, 0): 10}
+
+
+@pytest.mark.parametrize("body", ["rewards[:1]", "rewards / 0", "rewards.sum()"])
+def test_an_estimator_that_does_not_give_a_number_for_each_rollout_is_an_error(tmp_path: Path, body: str) -> None:
+    with pytest.raises(AgentError, match=r"advantage.type = custom: found .* allowed: a finite one for each of the 2"):
+        batch(group(0, rewards=[3, 1]), config=own(tmp_path, body))
