@@ -22,7 +22,7 @@ import torch.distributed as dist
 from schemas.errors import StoreError, TrainingDiverged
 from schemas.recipe import CorrectionConfig, Recipe, RLRecipe, SFTRecipe
 from stages.algorithms.correction import correction_weights, log_ratio, mismatch_sums
-from stages.algorithms.logprobs import token_logprobs, token_temperatures
+from stages.algorithms.logprobs import token_temperatures
 from stages.algorithms.losses import LOSSES, policy_gradient, token_mean
 from stages.algorithms.masks import action_mask
 from stages.algorithms.microbatches import plan_microbatches
@@ -30,6 +30,7 @@ from stages.workers.automodel import build_policy, clip_gradients
 from stages.workers.collate import Microbatch, TrainRow, collate
 from stages.workers.conversations import read_conversations
 from stages.workers.device import Device
+from stages.workers.head import ScoringHead
 from stages.workers.optimizer import build_optimizer
 from stages.workers.weight_transfer import GlooSender, NcclSender
 from storage.batches import Batches
@@ -71,6 +72,7 @@ class ModelWorker:
         self._sharded = build_policy(self._recipe.model, self._device)
         self._model = self._sharded.model
         self._torch_device = next(self._model.parameters()).device
+        self._score = ScoringHead(self._model)
         self._optimizer, self._schedule = build_optimizer(
             (p for p in self._model.parameters() if p.requires_grad),
             self._recipe.trainer.optimizer,
@@ -157,7 +159,7 @@ class ModelWorker:
     def _loss(
         self, batch: Microbatch, correction: CorrectionConfig, denominator: float, sums: dict[str, float]
     ) -> torch.Tensor:
-        logprobs = token_logprobs(self._logits(batch), batch.token_ids, batch.temperatures)
+        logprobs = self._score(batch, batch.trained).logprobs
         ratio_log = log_ratio(logprobs, batch.rollout_logprobs, batch.trained)
         weights = correction_weights(ratio_log, correction.level, correction.low, correction.high)
         loss = token_mean(self._policy_loss(logprobs, batch.advantages, weights), batch.trained, denominator)
@@ -169,13 +171,6 @@ class ModelWorker:
         sums["max_abs"] = max(sums["max_abs"], float(ratio_log.abs().max()))
         sums["logprob"] += float(torch.where(batch.trained, logprobs.detach(), 0.0).sum())
         return loss * self._num_ranks  # FSDP averages gradients over ranks; the denominator already is global
-
-    def _logits(self, batch: Microbatch) -> torch.Tensor:
-        positions = torch.arange(batch.token_ids.shape[1], device=self._torch_device).expand_as(batch.token_ids)
-        output = self._model(
-            input_ids=batch.token_ids, attention_mask=batch.attention_mask, position_ids=positions, use_cache=False
-        )
-        return output if isinstance(output, torch.Tensor) else output.logits
 
     def _reduce(self, values: dict[str, float], maxima: Sequence[str]) -> dict[str, float]:
         """Sums over ranks, in one collective for the sums and one for the few maxima."""
