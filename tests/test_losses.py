@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from stages.algorithms.correction import MAX_LOG_RATIO, correction_weights, log_ratio, mismatch_sums
-from stages.algorithms.logprobs import token_logprobs, token_temperatures
+from stages.algorithms.logprobs import token_scores
 from stages.algorithms.losses import policy_gradient, token_mean
 from stages.algorithms.masks import action_mask
 
@@ -108,56 +108,6 @@ def test_no_token_past_the_bound_is_ever_trained(
     assert mask.trained.tolist() == [v is not None and version - v <= max_policy_lag for v in versions]
 
 
-# ---- log-probs ----
-
-
-@pytest.mark.parametrize(
-    ("temperature", "expected"),
-    [
-        # logits / T = 2, 1, 0: log(e^2 + e + 1) = 2.4076
-        (1.0, [2 - 2.4076, 1 - 2.4076, 0 - 2.4076]),
-        # logits / T = 3.3333, 1.6667, 0: log of the sum of exponentials = 3.5359
-        (0.6, [-0.2026, -1.8692, -3.5359]),
-    ],
-)
-def test_logprobs_are_those_of_the_tempered_softmax(temperature: float, expected: list[float]) -> None:
-    logits = torch.tensor([2.0, 1.0, 0.0]).expand(1, 4, 3)
-    temperatures = torch.full((1, 4), temperature)
-    assert token_logprobs(logits, torch.tensor([[0, 0, 1, 2]]), temperatures)[0].tolist() == close(0.0, *expected)
-
-
-def test_each_token_has_the_logprob_of_the_temperature_that_sampled_it() -> None:
-    # prompt, a turn of two tokens at 0.6, an observation, a turn of one token at 2; a second row at 1 throughout.
-    # logits / 2 = 1, 0.5, 0: log(e + e^0.5 + 1) = 1.6802
-    turns = [{"temperature": 0.6}, {"temperature": 2.0}]
-    spans = [{"start": 1, "end": 2, "turn": 0}, {"start": 2, "end": 3, "turn": 0}, {"start": 4, "end": 5, "turn": 1}]
-    temperatures = token_temperatures(spans, turns, 5)
-    assert temperatures.tolist() == close(1, 0.6, 0.6, 1, 2)
-    logits = torch.tensor([2.0, 1.0, 0.0]).expand(2, 5, 3)
-    token_ids = torch.tensor([[0, 0, 1, 2, 1], [0, 0, 1, 2, 1]])
-    first, second = token_logprobs(logits, token_ids, torch.stack([temperatures, torch.ones(5)]))
-    assert first.tolist() == close(0, -0.2026, -1.8692, -2.4076, 0.5 - 1.6802)
-    assert second.tolist() == close(0, -0.4076, -1.4076, -2.4076, -1.4076)
-
-
-def test_a_span_of_a_turn_that_is_not_stored_is_refused() -> None:
-    with pytest.raises(ValueError, match="belongs to none of the segment's 1 turns"):
-        token_temperatures([{"start": 0, "end": 1, "turn": 1}], [{"temperature": 1.0}], 1)
-
-
-def test_a_token_is_predicted_by_the_position_before_it() -> None:
-    logits = torch.full((1, 3, 2), -20.0)
-    logits[0, 0, 1] = logits[0, 1, 0] = 20.0  # after token 0 comes 1, after token 1 comes 0
-    assert token_logprobs(logits, torch.tensor([[0, 1, 0]]), torch.ones(1, 3))[0].tolist() == close(0, 0, 0)
-    assert token_logprobs(logits, torch.tensor([[0, 0, 1]]), torch.ones(1, 3))[0].tolist() == close(0, -40, -40)
-
-
-def test_logprobs_of_bfloat16_logits_are_computed_in_float32() -> None:
-    logits = torch.tensor([[[2.0, 1.0, 0.0]] * 2], dtype=torch.bfloat16)
-    logprobs = token_logprobs(logits, torch.tensor([[0, 1]]), torch.ones(1, 2))
-    assert logprobs.dtype == torch.float32 and logprobs[0, 1].item() == pytest.approx(-1.4076, abs=1e-4)
-
-
 # ---- correction ----
 
 PREVIOUS = rows([-1, -1, -1])
@@ -246,7 +196,9 @@ def test_the_gradient_is_the_same_in_1_2_or_4_microbatches(num_microbatches: int
     def gradient(pieces: int) -> torch.Tensor:
         losses = []
         for part in torch.arange(4).chunk(pieces):
-            logprobs = token_logprobs(inputs[part] @ weight, token_ids[part], torch.ones(token_ids[part].shape))
+            logits = (inputs[part] @ weight).flatten(0, 1)
+            scores = token_scores(logits, token_ids[part].reshape(-1, 1), torch.ones(logits.shape[0]))
+            logprobs = scores.logprobs.reshape(token_ids[part].shape)
             losses.append(
                 step_loss(logprobs, rollout[part], advantages[part], mask[part], float(mask.sum()), high=50.0)
             )

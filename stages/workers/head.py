@@ -98,14 +98,14 @@ class ScoringHead:
     def _measure_change(self) -> Change:
         """What the model does to its logits behind the head, found by handing it logits that are known."""
         device = next(self._model.parameters()).device
-        known = torch.linspace(-80, 80, self._head.out_features, device=device)
-        known[-1] = 1e9
+        usual = torch.linspace(-80, 80, self._head.out_features, device=device)
+        known = torch.stack([usual, torch.full_like(usual, 1e9)])  # [seq, vocab]; the second tells a factor or a cap
         tokens = torch.zeros(1, 2, dtype=torch.int64, device=device)
-        found = self._run(lambda hidden: known.expand(1, 2, -1), tokens, torch.ones_like(tokens))[0, -1].float()
+        found = self._run(lambda hidden: known[None], tokens, torch.ones_like(tokens))[0].float()
         for module in self._model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()  # else the root would keep its weights gathered until the first backward
-        end = float(found[-1])
+        end = float(found[1, 0])
         changes: list[Change] = [lambda logits: logits]
         changes.append(lambda logits: logits * (end / 1e9))
         changes.append(lambda logits: torch.tanh(logits / end) * end)
