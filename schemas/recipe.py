@@ -9,7 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, PositiveFloat, PositiveInt, model_validator
+
+from schemas.config import Config
+from schemas.optimizer import AdamWOptimizer, OptimizerConfig
 
 MIN_TEMPERATURE = 0.01
 """Lowest at which vLLM samples; it takes this instead of anything lower, and the trainer would not know."""
@@ -32,15 +35,7 @@ DECIDED_ENGINE_ARGS = {
 }
 """Arguments of vLLM that the recipe decides elsewhere: in two places, engine and trainer could disagree."""
 
-Probability = Annotated[float, Field(ge=0, le=1)]
-Decay = Annotated[float, Field(ge=0, lt=1)]
 Text = Annotated[str, Field(min_length=1)]
-
-
-class Config(BaseModel):
-    """Base of every recipe model: frozen, strict about unknown keys, documented by the strings under the fields."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
 
 
 class RunConfig(Config):
@@ -190,46 +185,13 @@ class CorrectionConfig(Config):
         return self
 
 
-class ConstantSchedule(Config):
-    type: Literal["constant"] = "constant"
-    """The learning rate stays at `lr` after the warm-up."""
-    warmup_steps: Annotated[int, Field(ge=0)] = 0
-    """Optimizer steps of linear warm-up."""
-
-
-class CosineSchedule(Config):
-    type: Literal["cosine"] = "cosine"
-    """After the warm-up the learning rate falls along a half cosine until the last step."""
-    warmup_steps: Annotated[int, Field(ge=0)] = 0
-    """Optimizer steps of linear warm-up."""
-    floor: Probability = 0.1
-    """Learning rate at the end, as a share of `lr`."""
-
-
-ScheduleConfig = Annotated[ConstantSchedule | CosineSchedule, Field(discriminator="type")]
-
-
-class OptimizerConfig(Config):
-    lr: PositiveFloat = 1e-6
-    """Peak learning rate of AdamW."""
-    betas: tuple[Decay, Decay] = (0.9, 0.95)
-    """Decay of AdamW's running means of the gradient and of its square."""
-    eps: PositiveFloat = 1e-8
-    """Added to the root of the second mean, so that AdamW never divides by zero."""
-    weight_decay: Annotated[float, Field(ge=0)] = 0.0
-    """Share of a weight, times the learning rate, that a step takes away (decoupled decay)."""
-    max_grad_norm: PositiveFloat = 1.0
-    """Gradients are scaled down to this global norm."""
-    schedule: ScheduleConfig = ConstantSchedule()
-    """Course of the learning rate over optimizer steps."""
-
-
 class TrainerConfig(Config):
     num_ranks: PositiveInt = 1
     """Data-parallel FSDP2 ranks, one process and (on GPU) one device each."""
     max_tokens_per_microbatch: PositiveInt = 16384
     """Padded tokens of one forward-backward; a longer single row runs alone."""
-    optimizer: OptimizerConfig = OptimizerConfig()
+    optimizer: OptimizerConfig = AdamWOptimizer()
+    """What makes an update of the gradients."""
     timeout_seconds: PositiveFloat = 1800.0
     """Longest time that one collective operation or one batch may take."""
 

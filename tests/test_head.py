@@ -53,7 +53,11 @@ def test_what_the_model_does_to_its_logits_is_in_the_scores(change: Change) -> N
 
 @pytest.mark.parametrize(
     "change",
-    [lambda logits: logits + 1, lambda logits: logits / logits.norm(dim=-1, keepdim=True), lambda logits: logits.clamp(-9, 9)],
+    [
+        lambda logits: logits + 1,
+        lambda logits: logits / logits.norm(dim=-1, keepdim=True),
+        lambda logits: logits.clamp(-9, 9),
+    ],
     ids=["shifted", "normalised", "clamped"],
 )
 def test_a_model_that_changes_its_logits_in_another_way_is_refused(change: Change) -> None:

@@ -74,9 +74,7 @@ class ModelWorker:
         self._torch_device = next(self._model.parameters()).device
         self._score = ScoringHead(self._model)
         self._optimizer, self._schedule = build_optimizer(
-            (p for p in self._model.parameters() if p.requires_grad),
-            self._recipe.trainer.optimizer,
-            self._recipe.max_steps,
+            self._model, self._recipe.trainer.optimizer, self._recipe.max_steps
         )
         if isinstance(self._recipe, RLRecipe):
             self._batches = Batches(self._run_uri)
