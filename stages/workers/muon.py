@@ -1,9 +1,9 @@
 """Muon for the weight matrices, AdamW for all other weights, as one optimizer with one state to save.
 
 The step of a matrix is that of torch.optim.Muon (https://kellerjordan.github.io/posts/muon/, arXiv 2502.16982). That
-class also runs on sharded matrices, but orthogonalises them in bfloat16 from partial sums of each rank: the update then
-depends on the number of ranks by a tenth, and takes a dozen collectives a matrix. Here each rank gathers the momentum of
-one matrix after another, orthogonalises it whole, and keeps its own part.
+class also runs on sharded matrices, but orthogonalises them in bfloat16 from partial sums of each rank: the update
+depends on the number of ranks by a tenth, and takes a dozen collectives a matrix. Here each rank gathers the momentum
+of one matrix after another, orthogonalises it whole, and keeps its own part.
 """
 
 from __future__ import annotations

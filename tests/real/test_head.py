@@ -108,6 +108,7 @@ def _loss(batch: Microbatch, logprobs: torch.Tensor, entropy: torch.Tensor) -> t
 
 def _compare(models: Path, path: Path) -> None:
     """By scores and by full logits; keeps the float32 gradients."""
+    dist.init_process_group("gloo")
     kept = {}
     for name in MODELS:
         for dtype, near in (("float32", 1e-6), ("bfloat16", 2e-2)):
