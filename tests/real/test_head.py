@@ -114,10 +114,11 @@ def _compare(models: Path, path: Path) -> None:
         for dtype, near in (("float32", 1e-6), ("bfloat16", 2e-2)):
             model = _build(models, name, dtype)
             head = ScoringHead(model, chunk_tokens=4)
-            assert all(isinstance(p, DTensor) for p in model.parameters()) == (dist.get_world_size() > 1)
+            is_sharded = dist.get_world_size() > 1 or dtype != "float32"
+            assert all(isinstance(p, DTensor) for p in model.parameters()) == is_sharded
             scores = [_by_head(head, batch) for batch in _microbatches()]
             found = _gradients(model)
-            expected_scores = [_by_logits(model, batch) for batch in _microbatches()]
+            expected_scores = [_by_logits(model, batch, getattr(torch, dtype)) for batch in _microbatches()]
             expected = _gradients(model)
             for pair, expected_pair in zip(scores, expected_scores, strict=True):
                 for tensor, wanted in zip(pair, expected_pair, strict=True):
@@ -139,13 +140,14 @@ def _by_head(head: ScoringHead, batch: Microbatch) -> tuple[torch.Tensor, torch.
     return logprobs.detach(), entropy.detach()
 
 
-def _by_logits(model: torch.nn.Module, batch: Microbatch) -> tuple[torch.Tensor, torch.Tensor]:
+def _by_logits(model: torch.nn.Module, batch: Microbatch, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """As the model itself computes them, at once and for all positions."""
     positions = torch.arange(batch.token_ids.shape[1]).expand_as(batch.token_ids)
     output = model(
         input_ids=batch.token_ids, attention_mask=batch.attention_mask, position_ids=positions, use_cache=False
     )
     logits = (output if isinstance(output, torch.Tensor) else output.logits)[:, :-1]
+    assert logits.dtype == dtype
     scores = token_scores(
         logits.reshape(-1, VOCAB), batch.token_ids[:, 1:].reshape(-1, 1), batch.temperatures[:, 1:].reshape(-1), True
     )

@@ -55,7 +55,8 @@ def test_one_rank_and_two_train_alike_and_go_on_bit_for_bit(build_folder: Path, 
 
 
 def _train(recipe: SFTRecipe, checkpoint: str, results: Path) -> None:
-    """Eight steps with a checkpoint in the middle, then the last four again from it. One rank first loads that of two."""
+    """Eight steps with a checkpoint in the middle, then the last four again from it; before, one rank loads that of
+    two."""
     worker = ModelWorker(recipe, CPU, int(os.environ["RANK"]), str(recipe.run.root))
     worker.setup(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
     found = {}
