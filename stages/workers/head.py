@@ -54,26 +54,23 @@ class ScoringHead:
     def __call__(self, batch: Microbatch, scored: torch.Tensor, with_entropy: bool = False) -> Scores:
         """Score the tokens of `batch` where `scored` [rows, seq] is true, each given those before it. The first token
         of a row has no prediction and gets 0. Every rank must call this equally often, if only for no token."""
-        wanted = scored[:, 1:]
-        ids, temperatures = batch.token_ids[:, 1:][wanted], batch.temperatures[:, 1:][wanted]
+        rows, before = scored[:, 1:].nonzero(as_tuple=True)  # the position before a token predicts it
+        places = (rows, before + 1)
         found: list[TokenScores] = []
 
         def score(hidden: torch.Tensor) -> torch.Tensor:
             parameters = [self._head.weight, *([] if self._head.bias is None else [self._head.bias])]
-            chosen = hidden[:, :-1][wanted]
-            found.append(
-                chunked_scores(
-                    chosen, self._logits, parameters, ids[:, None], temperatures, with_entropy, self._chunk_tokens
-                )
-            )
+            ids, temperatures = batch.token_ids[places][:, None], batch.temperatures[places]
+            arguments = (hidden[rows, before], self._logits, parameters, ids, temperatures)
+            found.append(chunked_scores(*arguments, with_entropy, self._chunk_tokens))
             # FSDP gathers weights for the backward when gradients reach what the head and the model return
             return hidden.new_zeros(*hidden.shape[:-1], 1) + _nothing_of(found[0].logprobs)
 
         output = self._run(score, batch.token_ids, batch.attention_mask)
-        scores = found[0]
-        logprobs = scores.logprobs[:, 0] + _nothing_of(output)
+        empty = torch.zeros(scored.shape, device=scored.device) + _nothing_of(output)
+        logprobs, entropy = found[0]
         return Scores(
-            _at(wanted, logprobs), None if scores.entropy is None else _at(wanted, scores.entropy + _nothing_of(output))
+            empty.index_put(places, logprobs[:, 0]), None if entropy is None else empty.index_put(places, entropy)
         )
 
     def _forward(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -121,9 +118,3 @@ class ScoringHead:
 def _nothing_of(tensor: torch.Tensor) -> torch.Tensor:
     """0 that gradients flow through, whatever the tensor holds."""
     return tensor.flatten()[:0].sum().float()
-
-
-def _at(wanted: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """values [scored tokens] at their places in [rows, seq], and 0 elsewhere; `wanted` leaves out the first column."""
-    placed = torch.zeros(wanted.shape, device=values.device).masked_scatter(wanted, values)
-    return torch.nn.functional.pad(placed, (1, 0))
