@@ -74,6 +74,15 @@ def test_a_head_that_is_no_linear_layer_is_refused() -> None:
         ScoringHead(Tiny(lambda logits: logits, Normalised(4, 7, bias=False)))
 
 
+def test_a_model_that_goes_around_its_head_is_refused() -> None:
+    class Around(Tiny):
+        def forward(self, input_ids: torch.Tensor, **options: object) -> SimpleNamespace:
+            return SimpleNamespace(logits=self.embed(input_ids) @ self.lm_head.weight.T)
+
+    with pytest.raises(RecipeError, match="Around does not call its head"):
+        ScoringHead(Around(lambda logits: logits))
+
+
 def test_a_rank_without_anything_to_score_takes_part_in_the_backward() -> None:
     model = Tiny(lambda logits: logits)
     scores = ScoringHead(model)(collate([], torch.device("cpu")), torch.zeros(1, 2, dtype=torch.bool))

@@ -162,7 +162,7 @@ def test_muon_refuses_a_weight_that_is_neither_matrix_nor_vector() -> None:
     build_optimizer(model, MuonOptimizer(), 1)
 
 
-def test_the_recipe_refuses_muon_s_own_rate_for_what_adamw_trains(tmp_path: object) -> None:
+def test_the_recipe_refuses_muon_s_own_rate_for_what_adamw_trains() -> None:
     overrides = ["run.name=a", "model.path=m", "kind=sft", "max_steps=1", "data={path: d}"]
     overrides.append("trainer.optimizer={type: muon, lr: 0.02, adjust_lr: original}")
     with pytest.raises(RecipeError, match=r"trainer.optimizer.adamw_lr .*: found null with adjust_lr = original"):
