@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
-from schemas.base import Config, Function, NotNegative, Probability
+from schemas.config import Config, Function, NotNegative, Probability
 
 
 class OverlongConfig(Config):

@@ -63,12 +63,25 @@ def _rows(schema: Schema, model: Schema, given: Any, keys: Keys, when: str) -> I
                 when=when,
             )
         inside = f"{key} is set" if default is None else when
+        variants: dict[str, list[FieldText]] = {}
         for tag, inner in models.items():
             below = default if isinstance(default, dict) and default.get("type") == (tag or default.get("type")) else {}
             if tag:
                 inside = f"{key}.type = {tag}"
                 inner = {"properties": {name: child for name, child in inner["properties"].items() if name != "type"}}
-            yield from _rows(schema, inner, below, (*keys, name), inside)
+            variants[inside] = list(_rows(schema, inner, below, (*keys, name), inside))
+        yield from _said_once(variants, when)
+
+
+def _said_once(variants: dict[str, list[FieldText]], when: str) -> Iterator[FieldText]:
+    """The rows of variants, by what chooses each; what all of them have comes once, under `when` alone."""
+    general = {
+        inside: {row: row._replace(when=when) if row.when == inside else row for row in rows}
+        for inside, rows in variants.items()
+    }
+    shared = set.intersection(*(set(rows.values()) for rows in general.values())) if len(general) > 1 else set()
+    rows = (row if wide not in shared else wide for of_variant in general.values() for row, wide in of_variant.items())
+    yield from dict.fromkeys(rows)
 
 
 def _resolved(schema: Schema, node: Schema) -> Schema:

@@ -22,7 +22,8 @@ from schemas.algorithms import (
     PolicyGradientLoss,
     RewardConfig,
 )
-from schemas.base import Config, Decay, Probability, Text
+from schemas.config import Config, Text
+from schemas.optimizer import AdamWOptimizer, OptimizerConfig
 
 MIN_TEMPERATURE = 0.01
 """Lowest at which vLLM samples; it takes this instead of anything lower, and the trainer would not know."""
@@ -155,38 +156,6 @@ class FilteringConfig(Config):
     """Groups dropped in a row after which the run stops: there is nothing to learn."""
 
 
-class ConstantSchedule(Config):
-    type: Literal["constant"] = "constant"
-    """The learning rate stays at `lr` after the warm-up."""
-    warmup_steps: Annotated[int, Field(ge=0)] = 0
-    """Optimizer steps of linear warm-up."""
-
-
-class CosineSchedule(Config):
-    type: Literal["cosine"] = "cosine"
-    """After the warm-up the learning rate falls along a half cosine until the last step."""
-    warmup_steps: Annotated[int, Field(ge=0)] = 0
-    """Optimizer steps of linear warm-up."""
-    floor: Probability = 0.1
-    """Learning rate at the end, as a share of `lr`."""
-
-
-ScheduleConfig = Annotated[ConstantSchedule | CosineSchedule, Field(discriminator="type")]
-
-
-class OptimizerConfig(Config):
-    lr: PositiveFloat = 1e-6
-    """Peak learning rate of AdamW."""
-    betas: tuple[Decay, Decay] = (0.9, 0.95)
-    """Decay of AdamW's running means of the gradient and of its square."""
-    eps: PositiveFloat = 1e-8
-    """Added to the root of the second mean, so that AdamW never divides by zero."""
-    weight_decay: Annotated[float, Field(ge=0)] = 0.0
-    """Share of a weight, times the learning rate, that a step takes away (decoupled decay)."""
-    max_grad_norm: PositiveFloat = 1.0
-    """Gradients are scaled down to this global norm."""
-    schedule: ScheduleConfig = ConstantSchedule()
-    """Course of the learning rate over optimizer steps."""
 
 
 class TrainerConfig(Config):
@@ -194,7 +163,8 @@ class TrainerConfig(Config):
     """Data-parallel FSDP2 ranks, one process and (on GPU) one device each."""
     max_tokens_per_microbatch: PositiveInt = 16384
     """Padded tokens of one forward-backward; a longer single row runs alone."""
-    optimizer: OptimizerConfig = OptimizerConfig()
+    optimizer: OptimizerConfig = AdamWOptimizer()
+    """What makes an update of the gradients."""
     timeout_seconds: PositiveFloat = 1800.0
     """Longest time that one collective operation or one batch may take."""
 

@@ -44,6 +44,7 @@ MAY_CHANGE = (
     "trainer.num_ranks",
     "trainer.timeout_seconds",
     "trainer.max_tokens_per_microbatch",
+    "trainer.optimizer.offload",
     "engine.",
     "refit.timeout_seconds",
     "agent.num_hosts",

@@ -146,9 +146,9 @@ def test_overrides_are_parsed_as_yaml() -> None:
         ("trainer.optimizer.betas", "[0]", "[0]", "list of 2 x number, at least 0, below 1"),
         ("agent.args", "[]", "[]", "mapping"),
         ("refit", "null", "null", "mapping with cache, timeout_seconds"),
-        ("trainer.optimizer.schedule", "cosine", '"cosine"', "mapping with type: constant | cosine"),
-        ("trainer.optimizer.schedule.type", "cosin", '"cosin"', "constant | cosine"),
-        ("trainer.optimizer.schedule.type", "[1]", "[1]", "constant | cosine"),
+        ("trainer.optimizer.schedule", "cosine", '"cosine"', "mapping with type: constant | cosine | linear | wsd"),
+        ("trainer.optimizer.schedule.type", "cosin", '"cosin"', "constant | cosine | linear | wsd"),
+        ("trainer.optimizer.schedule.type", "[1]", "[1]", "constant | cosine | linear | wsd"),
     ],
 )
 def test_a_wrong_value_is_shown_with_what_is_allowed(key: str, text: str, shown: str, allowed: str) -> None:
@@ -178,9 +178,9 @@ def test_an_unknown_key_is_answered_with_the_nearest_ones() -> None:
 
 
 def test_a_key_of_another_variant_is_answered_with_that_variant() -> None:
-    key = "trainer.optimizer.schedule.floor"
-    assert problems(RL, overrides=[f"{key}=0"]) == [
-        f"{key} (override '{key}=0'): unknown key, did you mean {key} (if trainer.optimizer.schedule.type = cosine); "
+    key = "trainer.optimizer.schedule.shape"
+    assert problems(RL, overrides=[f"{key}=sqrt"]) == [
+        f"{key} (override '{key}=sqrt'): unknown key, did you mean {key} (if trainer.optimizer.schedule.type = wsd); "
         "allowed: type, warmup_steps"
     ]
 
@@ -411,9 +411,23 @@ def test_the_documentation_says_type_default_and_unit() -> None:
         when="",
     )
     assert rows["run.name", ""].default == "required"
-    assert rows["trainer.optimizer.schedule.type", ""][1:3] == ("constant | cosine", '"constant"')
+    assert rows["trainer.optimizer.schedule.type", ""][1:3] == ("constant | cosine | linear | wsd", '"constant"')
     assert rows["trainer.optimizer.schedule.floor", "trainer.optimizer.schedule.type = cosine"].default == "0.1"
     assert rows["evaluate.path", "evaluate is set"].default == "required"
+
+
+def test_what_all_variants_have_is_documented_once() -> None:
+    when = {
+        key: [row.when for row in describe(RLRecipe) if row.key == f"trainer.optimizer.{key}"]
+        for key in ("lr", "momentum", "schedule.warmup_steps", "schedule.floor")
+    }
+    of_schedule = "trainer.optimizer.schedule.type = "
+    assert when == {
+        "lr": [""],
+        "momentum": ["trainer.optimizer.type = muon"],
+        "schedule.warmup_steps": [""],
+        "schedule.floor": [of_schedule + "cosine", of_schedule + "linear", of_schedule + "wsd"],  # defaults differ
+    }
 
 
 def test_every_value_of_a_recipe_is_in_the_documentation() -> None:

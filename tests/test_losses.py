@@ -13,7 +13,7 @@ from hypothesis.extra import numpy as hnp
 
 from schemas.algorithms import CorrectionConfig, KLConfig, PolicyGradientLoss
 from stages.algorithms.correction import MAX_LOG_RATIO, log_ratio, mismatch_sums
-from stages.algorithms.logprobs import token_entropy, token_logprobs, token_temperatures
+from stages.algorithms.logprobs import token_scores
 from stages.algorithms.masks import action_mask
 from stages.algorithms.objective import Microbatch, Objective
 
@@ -113,90 +113,6 @@ def test_no_token_past_the_bound_is_ever_trained(
     assert mask.trained.tolist() == [v is not None and version - v <= max_policy_lag for v in versions]
 
 
-# ---- log-probs ----
-
-
-@pytest.mark.parametrize(
-    ("temperature", "expected"),
-    [
-        # logits / T = 2, 1, 0: log(e^2 + e + 1) = 2.4076
-        (1.0, [2 - 2.4076, 1 - 2.4076, 0 - 2.4076]),
-        # logits / T = 3.3333, 1.6667, 0: log of the sum of exponentials = 3.5359
-        (0.6, [-0.2026, -1.8692, -3.5359]),
-    ],
-)
-def test_logprobs_are_those_of_the_tempered_softmax(temperature: float, expected: list[float]) -> None:
-    logits = torch.tensor([2.0, 1.0, 0.0]).expand(1, 4, 3)
-    temperatures = torch.full((1, 4), temperature)
-    assert token_logprobs(logits, torch.tensor([[0, 0, 1, 2]]), temperatures)[0].tolist() == close(0.0, *expected)
-
-
-def test_logprobs_after_top_p_are_those_of_the_tokens_it_kept() -> None:
-    # the third token is gone: log(e^2 + e) = 2.3133
-    logits = torch.tensor([2.0, 1.0, -math.inf]).expand(1, 3, 3)
-    assert token_logprobs(logits, torch.tensor([[0, 0, 1]]), torch.ones(1, 3))[0].tolist() == close(
-        0, 2 - 2.3133, 1 - 2.3133
-    )
-
-
-def test_each_token_has_the_logprob_of_the_temperature_that_sampled_it() -> None:
-    # prompt, a turn of two tokens at 0.6, an observation, a turn of one token at 2; a second row at 1 throughout.
-    # logits / 2 = 1, 0.5, 0: log(e + e^0.5 + 1) = 1.6802
-    turns = [{"temperature": 0.6}, {"temperature": 2.0}]
-    spans = [{"start": 1, "end": 2, "turn": 0}, {"start": 2, "end": 3, "turn": 0}, {"start": 4, "end": 5, "turn": 1}]
-    temperatures = token_temperatures(spans, turns, 5)
-    assert temperatures.tolist() == close(1, 0.6, 0.6, 1, 2)
-    logits = torch.tensor([2.0, 1.0, 0.0]).expand(2, 5, 3)
-    token_ids = torch.tensor([[0, 0, 1, 2, 1], [0, 0, 1, 2, 1]])
-    first, second = token_logprobs(logits, token_ids, torch.stack([temperatures, torch.ones(5)]))
-    assert first.tolist() == close(0, -0.2026, -1.8692, -2.4076, 0.5 - 1.6802)
-    assert second.tolist() == close(0, -0.4076, -1.4076, -2.4076, -1.4076)
-
-
-def test_a_span_of_a_turn_that_is_not_stored_is_refused() -> None:
-    with pytest.raises(ValueError, match="belongs to none of the segment's 1 turns"):
-        token_temperatures([{"start": 0, "end": 1, "turn": 1}], [{"temperature": 1.0}], 1)
-
-
-def test_a_token_is_predicted_by_the_position_before_it() -> None:
-    logits = torch.full((1, 3, 2), -20.0)
-    logits[0, 0, 1] = logits[0, 1, 0] = 20.0  # after token 0 comes 1, after token 1 comes 0
-    assert token_logprobs(logits, torch.tensor([[0, 1, 0]]), torch.ones(1, 3))[0].tolist() == close(0, 0, 0)
-    assert token_logprobs(logits, torch.tensor([[0, 0, 1]]), torch.ones(1, 3))[0].tolist() == close(0, -40, -40)
-
-
-def test_logprobs_of_bfloat16_logits_are_computed_in_float32() -> None:
-    logits = torch.tensor([[[2.0, 1.0, 0.0]] * 2], dtype=torch.bfloat16)
-    logprobs = token_logprobs(logits, torch.tensor([[0, 1]]), torch.ones(1, 2))
-    assert logprobs.dtype == torch.float32 and logprobs[0, 1].item() == pytest.approx(-1.4076, abs=1e-4)
-
-
-def test_entropy_is_that_of_the_tempered_softmax() -> None:
-    # T = 1: p = 0.66524, 0.24473, 0.09003, -sum p log p = 0.83240; T = 0.6: p = 0.8166, 0.1542, 0.0291, 0.55674;
-    # both from the position before; logits that are equal give ln 3
-    logits = torch.tensor([[[2.0, 1.0, 0.0], [2.0, 1.0, 0.0], [5.0, 5.0, 5.0], [9.0, 0.0, 0.0]]])
-    found = token_entropy(logits, torch.tensor([[9.0, 1.0, 0.6, 0.6]]))
-    assert found[0].tolist() == close(0, 0.83240, 0.55674, math.log(3)) and found.dtype == torch.float32
-
-
-def test_what_cannot_be_sampled_has_no_part_in_the_entropy() -> None:
-    logits = torch.tensor([[[1.0, 1.0, -math.inf], [0.0, 0.0, 0.0]]]).requires_grad_()
-    found = token_entropy(logits, torch.ones(1, 2))
-    (gradient,) = torch.autograd.grad(found.sum(), logits)
-    assert found[0].tolist() == close(0, math.log(2)) and gradient.isfinite().all()
-
-
-@settings(deadline=None)
-@given(logits=hnp.arrays("float32", (1, 2, 5), elements=st.floats(-50, 50, width=32)), temperature=st.floats(0.1, 2))
-def test_entropy_is_the_expected_surprise(logits: Any, temperature: float) -> None:
-    scores = torch.from_numpy(logits).requires_grad_()
-    found = token_entropy(scores, torch.full((1, 2), temperature))
-    logprobs = (torch.from_numpy(logits)[0, 0].double() / temperature).log_softmax(-1)
-    assert found[0, 1].item() == pytest.approx(-(logprobs.exp() * logprobs).sum().item(), abs=1e-4)
-    (gradient,) = torch.autograd.grad(found.sum(), scores)
-    assert gradient.isfinite().all()
-
-
 # ---- correction ----
 
 PREVIOUS = rows([-1, -1, -1])
@@ -266,7 +182,9 @@ def test_the_gradient_is_the_same_in_1_2_or_4_microbatches(num_microbatches: int
     def gradient(pieces: int) -> torch.Tensor:
         losses = []
         for part in torch.arange(4).chunk(pieces):
-            logprobs = token_logprobs(inputs[part] @ weight, token_ids[part], torch.ones(token_ids[part].shape))
+            logits = (inputs[part] @ weight).flatten(0, 1)
+            scores = token_scores(logits, token_ids[part].reshape(-1, 1), torch.ones(logits.shape[0]))
+            logprobs = scores.logprobs.reshape(token_ids[part].shape)
             losses.append(
                 step_loss(logprobs, rollout[part], advantages[part], mask[part], float(mask.sum()), high=50.0)
             )

@@ -28,6 +28,7 @@ def build_policy(config: ModelConfig, device: Device) -> Sharded:
     """Load `config.path` with float32 master weights, sharded by FSDP2 over all ranks of the default process group."""
     if device.kind == "cpu":
         _use_cpu_as_current_device()
+    _shard_over_one_rank_too(when=config.dtype != "float32")
     from nemo_automodel import NeMoAutoModelForCausalLM
     from nemo_automodel.components.distributed.config import DistributedSetup, FSDP2Config
     from nemo_automodel.components.distributed.mesh import ParallelismSizes
@@ -61,6 +62,13 @@ def build_policy(config: ModelConfig, device: Device) -> Sharded:
     model.train()
     _switch_off_dropout(model)
     return Sharded(model, setup)
+
+
+def _shard_over_one_rank_too(when: bool) -> None:
+    """FSDP is what casts weights to the compute precision, and AutoModel leaves it out when there is one rank."""
+    from nemo_automodel.components.distributed import fsdp2
+
+    fsdp2.fsdp2_sharding_enabled = lambda mesh: when or mesh.size() > 1
 
 
 def _switch_off_dropout(model: torch.nn.Module) -> None:

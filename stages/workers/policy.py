@@ -27,13 +27,13 @@ from schemas.errors import TrainingDiverged
 from schemas.recipe import Recipe, RLRecipe
 from stages.algorithms.aggregation import row_weights
 from stages.algorithms.kl import adaptive_coefficient, kl
-from stages.algorithms.logprobs import token_entropy, token_logprobs
 from stages.algorithms.microbatches import Place
-from stages.algorithms.objective import Microbatch, Objective
+from stages.algorithms.objective import Objective
 from stages.algorithms.returns import discounted_returns, moments, token_rewards, whiten
 from stages.workers.automodel import build_policy, clip_gradients
 from stages.workers.collate import TrainRow, collate
 from stages.workers.device import Device
+from stages.workers.head import ScoringHead
 from stages.workers.optimizer import build_optimizer
 
 Rows = Mapping[int, TrainRow]
@@ -57,11 +57,9 @@ class Policy:
         self._sharded = build_policy(recipe.model, device)
         self.model = self._sharded.model
         self.device = next(self.model.parameters()).device
-        self.optimizer, self.schedule = build_optimizer(
-            (parameter for parameter in self.model.parameters() if parameter.requires_grad),
-            recipe.trainer.optimizer,
-            recipe.max_steps * self._loss.epochs * self._loss.minibatches,
-        )
+        self._score = ScoringHead(self.model)
+        num_updates = recipe.max_steps * self._loss.epochs * self._loss.minibatches
+        self.optimizer, self.schedule = build_optimizer(self.model, recipe.trainer.optimizer, num_updates)
         self.kl_coef = self._kl.coef
         """Weight of the KL in the next batch; an adaptive one moves with what was measured."""
 
@@ -90,7 +88,8 @@ class Policy:
         raises TrainingDiverged before it touches them."""
         for chosen in self._microbatches(rows, plan, minibatch):
             batch = collate(chosen, self.device)
-            loss, found = self._objective(batch, *self._score(batch, self._objective.needs_entropy), self.kl_coef)
+            scores = self._score(batch, batch.trained, self._objective.needs_entropy)
+            loss, found = self._objective(batch, *scores, self.kl_coef)
             (loss * self._num_ranks).backward()  # FSDP averages gradients over ranks; the weights are global already
             for name, value in found.items():
                 sums[name] = max(sums[name], float(value)) if name in MAXIMA else sums[name] + float(value)
@@ -111,8 +110,10 @@ class Policy:
         """The policy's log-probs before its first step on the batch."""
         for minibatch in sorted({place.minibatch for place in plan}):
             for chosen in self._microbatches(rows, plan, minibatch):
-                logprobs, _ = self._score(collate(chosen, self.device), with_entropy=False)
-                for row, values in zip(chosen, logprobs.cpu(), strict=False):  # none for a pass that is only joined
+                batch = collate(chosen, self.device)
+                scores = self._score(batch, batch.sampled)
+                # a pass that this rank only joins has no rows
+                for row, values in zip(chosen, scores.logprobs.cpu(), strict=False):
                     row.old_logprobs = values[: len(row.token_ids)]
 
     def _spread_outcomes(self, rows: Sequence[TrainRow]) -> None:
@@ -167,16 +168,6 @@ class Policy:
         count = max(place.microbatch for place in plan if place.minibatch == minibatch) + 1
         for index in range(count):
             yield [row for p, row in rows.items() if (plan[p].minibatch, plan[p].microbatch) == (minibatch, index)]
-
-    def _score(self, batch: Microbatch, with_entropy: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Log-prob of each token and, if asked for, the entropy of its prediction, [rows, seq]."""
-        positions = torch.arange(batch.token_ids.shape[1], device=self.device).expand_as(batch.token_ids)
-        output = self.model(
-            input_ids=batch.token_ids, attention_mask=batch.attention_mask, position_ids=positions, use_cache=False
-        )
-        logits = output if isinstance(output, torch.Tensor) else output.logits
-        logprobs = token_logprobs(logits, batch.token_ids, batch.temperatures)
-        return logprobs, token_entropy(logits, batch.temperatures) if with_entropy else None
 
     def _over_ranks(self, values: Mapping[str, float]) -> dict[str, float]:
         """Sums, or maxima, over ranks, in one collective. All ranks have the same names."""

@@ -42,7 +42,7 @@ def make_recipe(build_folder: Path, tmp_path_factory: pytest.TempPathFactory) ->
             "prompts": {"path": str(build_folder / "prompts.jsonl")},
             "agent": {"entry": "tests.real.environments:Parity", "max_context_tokens": 64},
             "rollout": {"batch_groups": 8, "group_size": 4, "sampling": {"max_tokens": 8}},
-            "trainer": {"optimizer": {"lr": 1e-3}},
+            "trainer": {"optimizer": {"type": "adamw", "lr": 1e-3}},
             "engine": {"kv_cache_bytes": 64 << 20},
             "checkpoint": {"every": 2},
             "max_steps": 5,

@@ -1,4 +1,4 @@
-"""What all recipe models share: their base class and the kinds of numbers and texts that they hold."""
+"""What all models of a recipe have in common: their base, and the kinds of numbers and texts that they hold."""
 
 from __future__ import annotations
 
