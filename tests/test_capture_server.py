@@ -474,11 +474,19 @@ async def test_a_client_whose_connection_broke_gets_the_turn_that_was_sampled_fo
     monkeypatch: pytest.MonkeyPatch, stream: bool, patience: float
 ) -> None:
     monkeypatch.setattr(server_module, "PATIENCE_SECONDS", patience)
-    engine = Engine("A<e>", "B<e>", seconds=0.3)
+    may_answer = asyncio.Event()
+
+    class Slow(Engine):
+        async def sample(self, token_ids: list[int], sampling: SamplingConfig, options: ParseOptions) -> Generation:
+            sampled = await super().sample(token_ids, sampling, options)
+            await may_answer.wait()
+            return sampled
+
+    engine = Slow("A<e>", "B<e>")
     async with opened(engine) as at:
-        host, port = at.url.removeprefix("http://").partition("/")[0].split(":")
         asked: Any = {"model": "policy", "messages": HI, "stream": stream}
         body = json.dumps(asked)
+        host, port = at.url.removeprefix("http://").partition("/")[0].split(":")
         head = f"POST /s/{at.url.rpartition('/')[2]}/v1/chat/completions HTTP/1.1\r\nhost: x\r\n"
         head += f"authorization: Bearer {at.recorder.key}\r\ncontent-length: {len(body)}\r\n\r\n"
         _, writer = await asyncio.open_connection(host, int(port))
@@ -487,7 +495,11 @@ async def test_a_client_whose_connection_broke_gets_the_turn_that_was_sampled_fo
             await asyncio.sleep(0.01)
         await asyncio.sleep(0.05)
         writer.transport.abort()
-        async with httpx.AsyncClient(headers={"authorization": f"Bearer {at.recorder.key}"}) as http:
+        async with asyncio.timeout(30):
+            while at.recorder.num_active:  # until the server has noticed, long before there is an answer
+                await asyncio.sleep(0.01)
+        asyncio.get_running_loop().call_later(0.2, may_answer.set)
+        async with httpx.AsyncClient(headers={"authorization": f"Bearer {at.recorder.key}"}, timeout=30.0) as http:
             answer = await http.post(f"{at.url}/v1/chat/completions", json=asked)
         assert '"content":"A"' in answer.text and len(engine.prompts) == 1
         assert at.parts() == [["<u>hi<e><a>", "A<e>"]]
@@ -632,6 +644,23 @@ def test_agents_that_block_every_thread_are_answered() -> None:
     assert [(rollout.status, rollout.reward, rollout.error) for rollout in asyncio.run(main())] == [
         (Status.OK, 1.0, None)
     ] * 4
+
+
+def test_what_has_no_effect_is_named_in_the_rollout() -> None:
+    class Fussy(ChatAgent):
+        async def run(self, ctx: ChatContext) -> Result:
+            client = openai.AsyncOpenAI(base_url=ctx.base_url, api_key=ctx.api_key)
+            search: Any = {"type": "web_search"}
+            asked: Any = {"model": ctx.model_name, "input": "hi", "temperature": 0.5, "extra_body": {"seed": 4}}
+            await client.responses.create(**asked, parallel_tool_calls=False, tools=[search])
+            await client.responses.create(**asked, store=True, tools=[search])
+            return Result(reward=1.0, info={"mine": 1})
+
+    assert _run_one(Fussy, Engine("A<e>"), Prompt(0, HI)).info == {
+        "mine": 1,
+        "overridden_sampling": {"temperature": [0.5], "seed": [4]},
+        "ignored_request_fields": ["parallel_tool_calls", "tools.web_search", "store"],
+    }
 
 
 PIXEL = "data:image/png;base64,iVBORw0KGgo="

@@ -554,6 +554,22 @@ def test_finish_reasons(finish, stop, turn, expected):
         ("anthropic", {"tool_choice": {"type": "any"}}, "tool_choice"),
         ("anthropic", {"tool_choice": {"type": "tool", "name": "f"}}, "tool_choice"),
         ("chat responses", {"top_logprobs": 1}, "top_logprobs"),
+        ("chat responses anthropic", {"seed": "x"}, "seed"),
+        ("chat responses anthropic", {"seed": 2**63}, "seed"),
+        ("chat responses anthropic", {"min_tokens": 5}, "min_tokens"),
+        ("chat responses anthropic", {"min_p": 0.1}, "min_p"),
+        ("chat responses anthropic", {"ignore_eos": True}, "ignore_eos"),
+        ("chat responses anthropic", {"ignore_eos": 0}, "ignore_eos"),
+        ("chat responses anthropic", {"stop_token_ids": [5]}, "stop_token_ids"),
+        ("chat responses anthropic", {"best_of": 2}, "best_of"),
+        ("chat responses anthropic", {"best_of": True}, "best_of"),
+        ("chat responses anthropic", {"guided_json": {}}, "guided_json"),
+        ("chat responses anthropic", {"structured_outputs": {"regex": "a"}}, "structured_outputs"),
+        ("chat responses anthropic", {"chat_template": "{{ x }}"}, "chat_template"),
+        ("chat responses anthropic", {"chat_template_kwargs": {"enable_thinking": False}}, "chat_template_kwargs"),
+        ("chat responses anthropic", {"add_generation_prompt": False}, "add_generation_prompt"),
+        ("chat responses anthropic", {"continue_final_message": True}, "continue_final_message"),
+        ("responses anthropic", {"n": 2}, "n"),
         ("chat", {"n": 129}, "n"),
         ("chat", {"stream_options": {"include_usage": 1}}, "stream_options.include_usage"),
         ("chat", {"n": 0}, "n"),
@@ -582,6 +598,24 @@ def test_what_is_not_offered_is_refused_by_name(wires, fields, param):
         failure = refused(wire, **fields)
         assert (failure.status, failure.code, failure.param) == (400, "invalid_request", param)
         assert failure.message.startswith(f"{param}: found ") and "; allowed: " in failure.message
+
+
+@pytest.mark.parametrize("wire", WIRES)
+def test_the_values_that_change_nothing_are_accepted(wire):
+    neutral = {
+        "n": 1,
+        "best_of": 1,
+        "min_p": 0.0,
+        "min_tokens": 0,
+        "repetition_penalty": 1.0,
+        "ignore_eos": False,
+        "echo": False,
+        "add_generation_prompt": True,
+        "chat_template_kwargs": {},
+        "stop_token_ids": [],
+        "guided_json": None,
+    }
+    assert request(wire, **neutral) == request(wire)
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Hashable, Iterator
+from collections.abc import Awaitable, Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -27,6 +27,7 @@ log = logging.getLogger(__name__)
 Sample = Callable[[list[int], SamplingConfig, ParseOptions], Awaitable[Generation]]
 """(token_ids, sampling, how to parse it) -> what the engine sampled."""
 
+MAX_NAMED = 100
 _told: set[str] = set()
 
 
@@ -42,6 +43,8 @@ class Recorder:
         """Why no engine can answer any more; whoever runs the agent raises it."""
         self.overridden: dict[str, list[Any]] = {}
         """Sampling parameters that requests asked for and did not get."""
+        self.ignored: dict[str, None] = {}
+        """Names of what requests had that was accepted without effect, at most `MAX_NAMED`."""
         self.out_of_turns = False
         self.num_active = 0
         self._sample = sample
@@ -75,7 +78,7 @@ class Recorder:
             )
         if any(isinstance(message["content"], list) for message in request.messages):
             raise ChatError(400, "invalid_request", "messages: found an image; allowed: text, as the model", "messages")
-        _tell(request)
+        self._name(request.ignored)
         is_recorded = request.model == MODEL_NAME
         session = self.session if is_recorded else Session(self._marks, self._config.max_context_tokens)
         turn = session.begin(request.messages, request.tools)
@@ -93,6 +96,13 @@ class Recorder:
         for index, sample in enumerate(samples if is_recorded else ()):
             session.commit(turn, sample, spoken(reply, index), sampling, seconds)
         return reply
+
+    def _name(self, ignored: Sequence[str]) -> None:
+        """What has no effect is recorded by name, and said once a process."""
+        self.ignored = dict.fromkeys([*self.ignored, *ignored][:MAX_NAMED])
+        if new := [name for name in self.ignored if name not in _told]:
+            _told.update(new)
+            log.warning("chat requests: accepted without effect: %s", ", ".join(new))
 
     async def _samples(
         self, n: int, token_ids: list[int], sampling: SamplingConfig, options: ParseOptions
@@ -167,11 +177,3 @@ class Recorder:
 
 def session_closed() -> ChatError:
     return ChatError(401, "authentication", "this session is closed: its rollout has ended")
-
-
-def _tell(request: ChatRequest) -> None:
-    """What has no effect is said once, by name."""
-    new = [name for name in request.ignored if name not in _told]
-    if new:
-        _told.update(new)
-        log.info("chat requests: accepted without effect: %s", ", ".join(new))

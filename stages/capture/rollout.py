@@ -69,6 +69,8 @@ async def run_chat(
     rollout.segments = recorder.session.segments()
     if recorder.overridden:
         rollout.info["overridden_sampling"] = recorder.overridden
+    if recorder.ignored:
+        rollout.info["ignored_request_fields"] = list(recorder.ignored)
     if rollout.status.trainable and not rollout.segments:
         rollout.status, rollout.error = Status.AGENT_ERROR, "the agent ended without asking the policy anything"
         rollout.reward = rollout.score = None
