@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from flows.inputs import read_inputs
+from flows.inputs import check_inputs
 from schemas.recipe import RLRecipe, SFTRecipe
 from stages.workers.guard import Guard, start_guard
 
@@ -48,7 +48,7 @@ def prepare_process() -> None:
 def run_recipes(recipes: Sequence[RLRecipe | SFTRecipe]) -> list[dict[str, Any]]:
     """Run the recipes' flows one after another; nothing of them is left behind, whatever happens."""
     prepare_process()
-    read_inputs(recipes[0])  # the flow reads them again; here a wrong name is found before anything is started
+    check_inputs(recipes[0])  # before anything is started
     atexit.register(_close, start_guard())  # at exit, after the temporary server is stopped there
     from flows.server import start_server
 

@@ -73,10 +73,10 @@ class TokenLogprob:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One sampled turn as a client sees it."""
+    """One sampled turn. Whether it ended with calls is seen in what a client is shown of it, not said here."""
 
     turn: ParsedTurn
-    finish_reason: Literal["stop", "length", "tool_calls"]
+    finish_reason: Literal["stop", "length"]
     stop_sequence: str | None = None
     logprobs: tuple[TokenLogprob, ...] = ()
 

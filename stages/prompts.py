@@ -38,6 +38,11 @@ def read_prompts(config: PromptsConfig, path: str | None = None) -> list[Prompt]
                 f"{uri}, row {index + 1}: column {config.tools!r} has {json.dumps(tools)[:80]}; allowed: a list of "
                 '{"type": "function", "function": {"name": ...}}, or nothing'
             )
+        if found := rows[index].get("images"):
+            raise RecipeError(
+                f"{uri}, row {index + 1}: column 'images' has {json.dumps(found)[:80]}; allowed: rows without, as the "
+                "model reads text only"
+            )
         prompts.append(Prompt(index, messages, rows[index].get(config.label), tools))
     return prompts
 

@@ -10,9 +10,11 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import CancelledError as ThreadCancelled
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from recipes.quickstart.prepare import CHAT_TEMPLATE, build_model, build_tokenizer
@@ -265,6 +267,108 @@ def test_a_reward_that_cannot_be_trained_is_refused(run: Run, reward: float) -> 
     assert rollout.error == f"the agent made the reward {reward}; allowed: numbers up to 1e+30 in size, None for none"
 
 
+@pytest.mark.parametrize(
+    ("reward", "trained"), [(True, 1.0), (False, 0.0), (1, 1.0), (np.float32(0.25), 0.25), (-3, -3.0)]
+)
+def test_a_reward_may_be_any_number(run: Run, reward: Any, trained: float) -> None:
+    rollout = run(Answering(Result(reward=reward, score=reward, reward_components={"all": reward})))
+    assert (rollout.reward, rollout.score, rollout.reward_components) == (trained, trained, {"all": trained})
+    assert {type(rollout.reward), type(rollout.score)} == {float}
+
+
+def test_what_is_trained_is_the_weighted_reward_and_not_its_components(run: Run) -> None:
+    # 0.75 of a correct answer and 0.25 of one without style; the mean of the components would be 0.5
+    components = {"correct": 1.0, "style": 0.0}
+    rollout = run(Answering(Result(reward=0.75 * 1.0 + 0.25 * 0.0, reward_components=components)))
+    assert (rollout.reward, rollout.score, rollout.reward_components) == (0.75, 0.75, components)
+
+
+# ---- sampling of later turns, images ----
+
+
+def test_a_result_decides_how_the_following_turns_are_sampled(run: Run, renderer: ChatRenderer) -> None:
+    engine, going_on = Engine(renderer, "1<|end|>"), {"reward": 0.0, "observation": "go", "terminated": False}
+    env = Answering(
+        Result(**going_on, sampling_params={"temperature": 0.5}),
+        Result(**going_on),
+        Result(**going_on, sampling_params=SamplingConfig(max_tokens=9, stop=["x"])),
+        Result(reward=1.0),
+    )
+    first = SamplingConfig(temperature=0.75, max_tokens=20)
+    rollout = run(env, engine=engine, sampling=first)
+    second = SamplingConfig(temperature=0.5, max_tokens=20)
+    assert engine.samplings == [first, second, second, SamplingConfig(max_tokens=9, stop=["x"])]
+    assert [state["sampling_params"] for state in env.states] == engine.samplings
+    assert [turn["temperature"] for turn in rollout.turns] == [0.75, 0.5, 0.5, 1.0], "each is trained at its own"
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"top_p": 0.9}, "sampling_params.top_p: found 0.9; allowed: 1, as what is sampled is trained"),
+        ({"top_k": 5}, "sampling_params.top_k: found 5; allowed: -1, as what is sampled is trained"),
+        ({"temperature": 0}, "sampling_params.temperature: found 0.0; allowed: 0.01 and more, as what is sampled"),
+        ({"temperature": -1}, "sampling_params.temperature: found -1; allowed: Input should be greater than or equal"),
+        ({"max_tokens": 0}, "sampling_params.max_tokens: found 0; allowed: Input should be greater than 0"),
+        (
+            {"temprature": 1},
+            "sampling_params.temprature: found 1; allowed: temperature, top_p, top_k, max_tokens, stop",
+        ),
+        ({"stop": "x"}, "sampling_params.stop: found x; allowed: Input should be a valid list"),
+        (SamplingConfig(top_k=3), "sampling_params.top_k: found 3; allowed: -1"),
+        (SamplingConfig().model_copy(update={"max_tokens": "all"}), "sampling_params.max_tokens: found all; allowed:"),
+        (0.5, "sampling_params: found a float; allowed: a mapping with some of temperature, top_p"),
+    ],
+)
+@pytest.mark.parametrize("terminated", [False, True])
+def test_sampling_that_cannot_be_or_cannot_be_trained_is_refused(
+    run: Run, given: Any, says: str, terminated: bool
+) -> None:
+    rollout = run(Answering(Result(reward=1.0, observation="go", terminated=terminated, sampling_params=given)))
+    assert (rollout.status, rollout.reward) == (Status.AGENT_ERROR, None)
+    assert rollout.error is not None and rollout.error.startswith(says)
+
+
+def test_an_evaluation_may_keep_the_sampling_that_could_not_be_trained(run: Run, renderer: ChatRenderer) -> None:
+    engine, greedy = Engine(renderer, "1<|end|>"), SamplingConfig(temperature=0, top_p=0.5)
+    env = Answering(
+        Result(reward=0.0, observation="go", terminated=False, sampling_params={"temperature": 0.5}),
+        Result(reward=0.0, observation="go", terminated=False, sampling_params=greedy),
+        Result(reward=1.0),
+    )
+    assert run(env, engine=engine, sampling=greedy).status == Status.OK
+    assert [sampling.temperature for sampling in engine.samplings] == [0, 0.5, 0]
+
+
+IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,iVBORw0KGgo="}}
+
+
+@pytest.mark.parametrize("part", [IMAGE, {"type": "image", "image": "cat.png"}, {"type": "input_audio"}, "cat"])
+@pytest.mark.parametrize("where", ["prompt", "reset", "observation"])
+def test_what_is_no_text_is_refused_and_never_rendered_as_its_python_form(run: Run, where: str, part: Any) -> None:
+    messages = [{"role": "user", "content": [{"type": "text", "text": "see"}, part]}]
+
+    class Showing(Env):
+        def reset(self, state: dict[str, Any]) -> Any:
+            return {"observation": messages} if where == "reset" else None
+
+        def step(self, state: dict[str, Any]) -> Result:
+            assert where == "observation"
+            return Result(reward=1.0, observation=messages, terminated=False)
+
+    rollout = run(Showing, prompt=messages if where == "prompt" else None)
+    kind = part["type"] if isinstance(part, dict) else "str"
+    assert rollout.status == Status.AGENT_ERROR
+    assert rollout.error == f"the messages for the policy have a part of type {kind}; allowed: text, as the model"
+
+
+def test_images_of_a_result_are_refused(run: Run) -> None:
+    rollout = run(Answering(Result(reward=1.0, images=["a", "b"])))
+    assert rollout.status == Status.AGENT_ERROR
+    assert rollout.error == "the agent returned 2 images; allowed: none, as the model reads text only"
+    assert run(Answering(Result(reward=1.0, images=[]))).status == Status.OK
+
+
 # ---- budgets ----
 
 
@@ -438,6 +542,21 @@ def test_methods_that_return_an_awaitable_are_awaited(run: Run) -> None:
             return later()
 
     assert run(Decorated()).reward == 1.0
+
+
+def test_a_method_may_be_any_callable_also_one_without_a_name(run: Run) -> None:
+    class Judge:
+        def __call__(self, state: dict[str, Any]) -> Result:
+            return Result(reward=float(state["action_text"] == "12"))
+
+    class AsyncJudge(Judge):
+        async def __call__(self, state: dict[str, Any]) -> Result:  # type: ignore[override]
+            return super().__call__(state)
+
+    for judge in (Judge(), AsyncJudge(), partial(Judge.__call__, None), partial(AsyncJudge().__call__)):
+        env = Env()
+        env.step = judge  # type: ignore[method-assign,assignment]
+        assert not hasattr(judge, "__name__") and run(lambda made=env: made).reward == 1.0
 
 
 def test_plain_methods_run_in_threads_and_async_ones_on_the_loop(run: Run) -> None:
@@ -631,6 +750,33 @@ def test_an_observation_that_repeats_the_conversation_is_not_mistaken_for_the_po
     assert renderer.delta(PROMPT, echo, renderer.tokenizer.eos_token_id) == encode(
         renderer, f"<|user|>you said {said}<|end|><|assistant|>"
     )
+
+
+def test_what_a_template_puts_before_the_end_of_a_turn_is_left_out_when_the_end_was_sampled(model_folder: Path) -> None:
+    said = "{{ m.content }}{{ '\n' }}"  # between the text and <|end|>
+    template = "{% for m in messages %}" + ASSISTANT.replace("X", said) + "{{ '\n' }}{% endfor %}<|assistant|>"
+    renderer, new = with_template(model_folder, template), [{"role": "user", "content": "no\n<|end|>"}]
+    end, letter = renderer.tokenizer.eos_token_id, encode(renderer, "\n")[0]
+    after = "\n<|user|>no\n<|end|><|end|>\n<|assistant|>"
+    assert renderer.delta(PROMPT, new, end) == encode(renderer, after)
+    for cut_off in (letter, encode(renderer, "1")[0]):
+        assert renderer.delta(PROMPT, new, cut_off) == encode(renderer, "\n<|end|>" + after)
+
+
+def test_a_call_of_a_data_row_is_rendered_as_that_of_a_request(model_folder: Path) -> None:
+    calls = "{% for c in m.tool_calls or [] %}{{ c.function.name }}{{ c.function.arguments | tojson }}{% endfor %}"
+    template = "{% for m in messages %}<|user|>{{ m.content }}" + calls + "<|end|>{% endfor %}<|assistant|>"
+    renderer, shown = with_template(model_folder, template), "<|user|>21<|end|><|user|>"
+    for content in ("", None):
+        for given, written in (('{"a":  1}', '{"a": 1}'), ({"a": 1}, '{"a": 1}'), ("", "{}"), ('{"a"', '"{\\"a\\""')):
+            call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": given}}
+            said = {"role": "assistant", "content": content, "tool_calls": [call]}
+            expected = encode(renderer, f"{shown}add{written}<|end|><|assistant|>")
+            assert renderer.prompt([*PROMPT, said]) == expected
+            before = encode(
+                renderer, f"<|end|>{shown.removeprefix('<|user|>21<|end|>')}add{written}<|end|><|assistant|>"
+            )
+            assert renderer.delta(PROMPT, [said], 0) == before
 
 
 def test_a_token_that_only_looks_like_the_end_of_a_turn_is_not_dropped_twice(renderer: ChatRenderer) -> None:

@@ -141,7 +141,8 @@ async def test_calls_and_results_go_round_over_chat_completions(stream: bool) ->
 @pytest.mark.parametrize("stream", [False, True])
 async def test_calls_and_results_go_round_over_messages(stream: bool) -> None:
     tools: Any = [{"name": "add", "description": "a + b", "input_schema": {"type": "object", "properties": {}}}]
-    asked: dict[str, Any] = {"model": "policy", "max_tokens": 50, "system": "be brief", "tools": tools}
+    system: Any = "be brief" if stream else [{"type": "text", "text": "be"}, {"type": "text", "text": "brief"}]
+    asked: dict[str, Any] = {"model": "policy", "max_tokens": 50, "system": system, "tools": tools}
     async with opened(Engine(('<c>add{"a": 1}<e>', (ToolCall("call_1", "add", '{"a": 1}'),)), "3<e>")) as at:
         client = at.anthropic()
         if stream:
@@ -155,7 +156,7 @@ async def test_calls_and_results_go_round_over_messages(stream: bool) -> None:
         result: Any = {"role": "user", "content": [{"type": "tool_result", "tool_use_id": use.id, "content": "ok"}]}
         await client.messages.create(messages=[*HI, {"role": "assistant", "content": message.content}, result], **asked)  # type: ignore[list-item]
         (parts,) = at.parts()
-        assert parts[0].endswith("<s>be brief<e><u>hi<e><a>")
+        assert parts[0].endswith("<s>be brief<e><u>hi<e><a>" if stream else "<s>be\nbrief<e><u>hi<e><a>")
         assert parts[1:] == ['<c>add{"a": 1}<e>', "<t>ok<e><a>", "3<e>"]
 
 
@@ -259,6 +260,123 @@ async def test_sampling_that_cannot_be_trained_is_refused_where_it_is_honoured(
         assert at.parts() == [["<u>hi<e><a>", "A<e>"]], "the refused request has taken no turn"
 
 
+async def _post(at: Open, wire: str, **fields: Any) -> httpx.Response:
+    """A request as it is on the wire, without an SDK that would refuse it."""
+    path, key = {"chat": ("chat/completions", "messages"), "responses": ("responses", "input")}.get(
+        wire, ("messages", "messages")
+    )
+    body = {"model": "policy", key: HI, "max_output_tokens" if wire == "responses" else "max_tokens": 99, **fields}
+    headers = {"authorization": f"Bearer {at.recorder.key}"}
+    async with httpx.AsyncClient(headers=headers, timeout=30.0) as http:
+        return await http.post(f"{at.url}/v1/{path}", json=body)
+
+
+@pytest.mark.parametrize(
+    ("wire", "limit", "stop"),
+    [
+        ("chat", "max_completion_tokens", "stop"),
+        ("chat", "max_tokens", "stop"),
+        ("responses", "max_output_tokens", "stop"),
+        ("anthropic", "max_tokens", "stop_sequences"),
+    ],
+)
+async def test_length_and_stop_are_honoured_on_every_wire(wire: str, limit: str, stop: str) -> None:
+    engine = Engine("ABCDEFGH<e>")
+    async with opened(engine) as at:
+        answer = (await _post(at, wire, **{limit: 3, stop: ["x", "y"]})).json()
+        assert engine.samplings == [SamplingConfig(max_tokens=3, stop=["x", "y"])]
+        assert {
+            "chat": lambda: answer["choices"][0]["finish_reason"],
+            "responses": lambda: answer["incomplete_details"]["reason"],
+            "anthropic": lambda: answer["stop_reason"],
+        }[wire]() == {"chat": "length", "responses": "max_output_tokens", "anthropic": "max_tokens"}[wire]
+
+
+async def test_the_sequence_that_ended_a_turn_is_told_where_the_wire_has_a_place_for_it() -> None:
+    class Stopping(Engine):
+        async def sample(self, token_ids: list[int], sampling: SamplingConfig, options: ParseOptions) -> Generation:
+            return replace(await super().sample(token_ids, sampling, options), stop=sampling.stop[0])
+
+    async with opened(Stopping("A<e>")) as at:
+        answer = (await _post(at, "anthropic", stop_sequences=["END"])).json()
+        assert (answer["stop_reason"], answer["stop_sequence"]) == ("stop_sequence", "END")
+        assert (await _post(at, "chat", stop="END")).json()["choices"][0]["finish_reason"] == "stop"
+
+
+@pytest.mark.parametrize("wire", ["chat", "responses", "anthropic"])
+async def test_without_tool_choice_calls_are_not_looked_for_but_the_prompt_shows_the_same_tools(wire: str) -> None:
+    function = TOOL["function"]
+    tools: Any = {
+        "chat": [TOOL],
+        "responses": [{"type": "function", **function}],  # type: ignore[dict-item]
+        "anthropic": [{"name": "add", "description": "a + b", "input_schema": function["parameters"]}],  # type: ignore[index]
+    }[wire]
+    engine = Engine("A<e>")
+    async with opened(engine) as at:
+        for choice in ("auto", "none"):
+            given = {"type": choice} if wire == "anthropic" else choice
+            assert (await _post(at, wire, tools=tools, tool_choice=given)).status_code == 200
+    assert [options.tools for options in engine.options] == [[TOOL], []]
+    assert engine.prompts[0] == engine.prompts[1] and len(engine.prompts[0]) > 50
+
+
+@pytest.mark.parametrize("wire", ["chat", "responses", "anthropic"])
+async def test_a_seed_is_accepted_and_named_in_the_rollout(wire: str) -> None:
+    engine = Engine("A<e>")
+    async with opened(engine, honor_request_sampling=True) as at:
+        for seed in (3, 3, None, -1):
+            assert (await _post(at, wire, seed=seed)).status_code == 200
+        refused = await _post(at, wire, seed="x")
+        assert refused.status_code == 400 and "seed: found 'x'; allowed: a whole number" in refused.text
+    assert at.recorder.overridden == {"seed": [3, -1]}
+
+
+async def test_usage_is_streamed_only_when_it_is_asked_for() -> None:
+    async with opened(Engine("A<e>")) as at:
+        for options in ({"stream_options": {"include_usage": True}}, {}):
+            stream: Any = await at.openai().chat.completions.create(model="policy", messages=HI, stream=True, **options)  # type: ignore[call-overload]
+            chunks = [chunk async for chunk in stream]
+            used = [chunk.usage for chunk in chunks if chunk.usage is not None]
+            assert [(usage.prompt_tokens, usage.completion_tokens) for usage in used] == ([(5, 2)] if options else [])
+            assert all(chunk.choices for chunk in chunks) == (not options)
+
+
+async def test_several_streamed_choices_and_their_log_probs_are_those_that_are_stored() -> None:
+    async with opened(Engine("A<e>", "B<e>")) as at:
+        async with at.openai().chat.completions.stream(model="policy", messages=HI, n=2, logprobs=True) as events:  # type: ignore[arg-type]
+            choices = (await events.get_final_completion()).choices
+        assert [choice.message.content for choice in choices] == ["A", "B"]
+        assert at.parts() == [["<u>hi<e><a>", "A<e>"], ["<u>hi<e><a>", "B<e>"]]
+        for choice, segment in zip(choices, at.recorder.session.segments(), strict=True):
+            assert choice.logprobs is not None and choice.logprobs.content is not None
+            assert [token.logprob for token in choice.logprobs.content] == segment.logprobs[5:] == [-1 / 8, -2 / 8]
+
+
+async def test_log_probs_over_responses_are_included_when_asked_for() -> None:
+    async with opened(Engine("A<e>")) as at:
+        answer = await at.openai().responses.create(
+            model="policy", input="hi", include=["message.output_text.logprobs"]
+        )
+        (message,) = answer.output
+        assert [token.logprob for token in message.content[0].logprobs] == [-1 / 8, -2 / 8]  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("wire", ["chat", "responses", "anthropic"])
+async def test_an_image_is_refused_and_takes_no_turn(wire: str) -> None:
+    pixel = "data:image/png;base64,iVBORw0KGgo="
+    part: Any = {
+        "chat": {"type": "image_url", "image_url": {"url": pixel}},
+        "responses": {"type": "input_image", "image_url": pixel},
+        "anthropic": {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "iVBORw0KGgo="}},
+    }[wire]
+    async with opened(Engine("A<e>"), max_turns=1) as at:
+        messages = [{"role": "user", "content": [part]}]
+        refused = await _post(at, wire, **{"input" if wire == "responses" else "messages": messages})
+        assert refused.status_code == 400
+        assert refused.json()["error"]["message"] == "messages: found an image; allowed: text, as the model"
+        assert (await _post(at, wire)).status_code == 200
+
+
 async def _ask(at: Open, wire: str, **options: Any) -> None:
     asked: Any = {"model": "policy"} | ({} if wire == "anthropic" else options)
     if wire == "chat":
@@ -350,6 +468,51 @@ async def test_a_client_that_gave_up_and_retries_gets_the_turn_that_is_under_way
         assert at.parts() == [["<u>hi<e><a>", "A<e>"]]
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("patience", [0.01, 1.0])
+async def test_a_client_whose_connection_broke_gets_the_turn_that_was_sampled_for_it(
+    monkeypatch: pytest.MonkeyPatch, stream: bool, patience: float
+) -> None:
+    monkeypatch.setattr(server_module, "PATIENCE_SECONDS", patience)
+    may_answer = asyncio.Event()
+
+    class Slow(Engine):
+        async def sample(self, token_ids: list[int], sampling: SamplingConfig, options: ParseOptions) -> Generation:
+            sampled = await super().sample(token_ids, sampling, options)
+            await may_answer.wait()
+            return sampled
+
+    engine = Slow("A<e>", "B<e>")
+    async with opened(engine) as at:
+        asked: Any = {"model": "policy", "messages": HI, "stream": stream}
+        body = json.dumps(asked)
+        host, port = at.url.removeprefix("http://").partition("/")[0].split(":")
+        head = f"POST /s/{at.url.rpartition('/')[2]}/v1/chat/completions HTTP/1.1\r\nhost: x\r\n"
+        head += f"authorization: Bearer {at.recorder.key}\r\ncontent-length: {len(body)}\r\n\r\n"
+        _, writer = await asyncio.open_connection(host, int(port))
+        writer.write((head + body).encode())
+        while not engine.prompts:
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.05)
+        writer.transport.abort()
+        async with asyncio.timeout(30):
+            while at.recorder.num_active:  # until the server has noticed, long before there is an answer
+                await asyncio.sleep(0.01)
+        asyncio.get_running_loop().call_later(0.2, may_answer.set)
+        async with httpx.AsyncClient(headers={"authorization": f"Bearer {at.recorder.key}"}, timeout=30.0) as http:
+            answer = await http.post(f"{at.url}/v1/chat/completions", content=body)
+        assert '"content":"A"' in answer.text and len(engine.prompts) == 1
+        assert at.parts() == [["<u>hi<e><a>", "A<e>"]]
+
+
+async def test_servers_take_free_ports_of_loopback_whatever_is_occupied() -> None:
+    async with opened(Engine("A<e>")) as one, opened(Engine("B<e>")) as two:
+        ports = [int(at.url.split(":")[2].split("/")[0]) for at in (one, two)]
+        assert len(set(ports)) == 2 and one.url.startswith("http://127.0.0.1:")
+        said = [await at.openai().chat.completions.create(model="policy", messages=HI) for at in (one, two)]
+        assert [answer.choices[0].message.content for answer in said] == ["A", "B"]
+
+
 async def test_equal_requests_without_a_retry_are_new_samples() -> None:
     async with opened(Engine("A<e>", "B<e>")) as at:
         client = at.openai()
@@ -389,20 +552,24 @@ def run() -> Callable[..., ChatRollout]:
     """One rollout of an agent against scripted turns."""
 
     def run_one(agent: Any, engine: Engine, label: Any = None, **config: Any) -> ChatRollout:
-        async def main() -> ChatRollout:
-            server = CaptureServer()
-            await server.start()
-            agent_config = AgentConfig(entry="a:B", **({"max_context_tokens": 1000} | config))
-            task = GroupTask(0, "0000-000000-0", Prompt(0, HI, label), 1, SamplingConfig(max_tokens=100), 0)
-            with ThreadPoolExecutor(4) as threads:
-                try:
-                    return await run_chat(agent, task, 7, server, _recorder(engine, **config), agent_config, threads)
-                finally:
-                    await server.close()
-
-        return asyncio.run(main())
+        return _run_one(agent, engine, Prompt(0, HI, label), **config)
 
     return run_one
+
+
+def _run_one(agent: Any, engine: Engine, prompt: Prompt, **config: Any) -> ChatRollout:
+    async def main() -> ChatRollout:
+        server = CaptureServer()
+        await server.start()
+        agent_config = AgentConfig(entry="a:B", **({"max_context_tokens": 1000} | config))
+        task = GroupTask(0, "0000-000000-0", prompt, 1, SamplingConfig(max_tokens=100), 0)
+        with ThreadPoolExecutor(4) as threads:
+            try:
+                return await run_chat(agent, task, 7, server, _recorder(engine, **config), agent_config, threads)
+            finally:
+                await server.close()
+
+    return asyncio.run(main())
 
 
 class Asking(ChatAgent):
@@ -433,6 +600,124 @@ def test_an_agent_trains_as_it_is(run: Callable[..., ChatRollout], agent: Any) -
     assert (rollout.status, rollout.reward, rollout.error) == (Status.OK, 1.0, None)
     (segment,) = rollout.segments
     assert segment.token_ids == renderer().tokenize("<u>hi<e><a>A<e>")
+
+
+def test_agents_that_block_every_thread_are_answered() -> None:
+    """Nothing that an answer needs may run in the threads that agents block."""
+
+    class Waiting(ChatAgent):
+        def ask(self, ctx: ChatContext) -> Result:
+            meeting.wait(30)  # all of them are in their threads now
+            client = openai.OpenAI(base_url=ctx.base_url, api_key=ctx.api_key)
+            answer = client.chat.completions.create(model=ctx.model_name, messages=ctx.messages)  # type: ignore[arg-type]
+            return Result(reward=float(answer.choices[0].message.content == "A"))
+
+    class InThreads(Waiting):
+        async def run(self, ctx: ChatContext) -> Result:
+            return await asyncio.to_thread(self.ask, ctx)
+
+    class InOurs(Waiting):
+        def run(self, ctx: ChatContext) -> Result:  # type: ignore[override]
+            return self.ask(ctx)
+
+    meeting = threading.Barrier(4)
+
+    async def main() -> list[ChatRollout]:
+        server, config = CaptureServer(), AgentConfig(entry="a:B", max_context_tokens=1000, timeout_seconds=60)
+        await server.start()
+        task = GroupTask(0, "0000-000000-0", Prompt(0, HI), 1, SamplingConfig(max_tokens=100), 0)
+        with ThreadPoolExecutor(2) as ours, ThreadPoolExecutor(2) as default:
+            asyncio.get_running_loop().set_default_executor(default)
+            agents = [InThreads, InThreads, InOurs, InOurs]
+            engine = Engine("A<e>", seconds=0.05)
+            made = [run_chat(make(agent), task, 7, server, _recorder(engine), config, ours) for agent in agents]
+            rollouts = await asyncio.gather(*made)
+            await server.close()
+            return rollouts
+
+    def make(agent: type[ChatAgent]) -> Callable[[], Any]:
+        async def made() -> ChatAgent:
+            return agent()
+
+        return made
+
+    assert [(rollout.status, rollout.reward, rollout.error) for rollout in asyncio.run(main())] == [
+        (Status.OK, 1.0, None)
+    ] * 4
+
+
+def test_what_has_no_effect_is_named_in_the_rollout() -> None:
+    class Fussy(ChatAgent):
+        async def run(self, ctx: ChatContext) -> Result:
+            client = openai.AsyncOpenAI(base_url=ctx.base_url, api_key=ctx.api_key)
+            search: Any = {"type": "web_search"}
+            asked: Any = {"model": ctx.model_name, "input": "hi", "temperature": 0.5, "extra_body": {"seed": 4}}
+            await client.responses.create(**asked, parallel_tool_calls=False, tools=[search])
+            await client.responses.create(**asked, store=True, tools=[search])
+            return Result(reward=1.0, info={"mine": 1})
+
+    assert _run_one(Fussy, Engine("A<e>"), Prompt(0, HI)).info == {
+        "mine": 1,
+        "overridden_sampling": {"temperature": [0.5], "seed": [4]},
+        "ignored_request_fields": ["parallel_tool_calls", "tools.web_search", "store"],
+    }
+
+
+PIXEL = "data:image/png;base64,iVBORw0KGgo="
+
+
+@pytest.mark.parametrize(
+    ("content", "prompt", "images"),
+    [
+        ("what?", "what?", []),
+        ([{"type": "text", "text": "a"}, {"type": "text", "text": "b"}], "a\nb", []),
+        ([{"type": "image_url", "image_url": {"url": PIXEL}}, {"type": "text", "text": "what?"}], "what?", [PIXEL]),
+        ([{"type": "text", "text": "a"}, {"type": "input_image", "image_url": PIXEL}], "a", [PIXEL]),
+        ([{"type": "image_url", "image_url": {"url": PIXEL}}], "", [PIXEL]),
+        ([], "", []),
+    ],
+)
+def test_the_prompt_of_a_row_with_images_is_text_and_its_images_are_beside_it(
+    content: Any, prompt: str, images: list[str]
+) -> None:
+    seen: list[ChatContext] = []
+
+    class Looking(ChatAgent):
+        async def run(self, ctx: ChatContext) -> Result:
+            seen.append(ctx)
+            client = openai.AsyncOpenAI(base_url=ctx.base_url, api_key=ctx.api_key)
+            await client.chat.completions.create(model=ctx.model_name, messages=HI)
+            return Result(reward=1.0)
+
+    messages = [{"role": "system", "content": "s"}, {"role": "user", "content": content}]
+    rollout = _run_one(Looking, Engine("A<e>"), Prompt(0, messages))
+    assert rollout.status == Status.OK
+    assert (seen[0].prompt, seen[0].images, seen[0].messages) == (prompt, images, messages)
+
+
+@pytest.mark.parametrize(
+    ("result", "error"),
+    [
+        (
+            Result(reward=1.0, images=[PIXEL]),
+            "the agent returned 1 images; allowed: none, as the model reads text only",
+        ),
+        (
+            Result(reward=1.0, sampling_params={"temperature": 0.5}),
+            "a ChatAgent returned sampling_params; allowed: none, its requests say how to sample",
+        ),
+    ],
+)
+def test_what_a_chat_agent_cannot_decide_at_its_end_is_refused(
+    run: Callable[..., ChatRollout], result: Result, error: str
+) -> None:
+    class Returning(Asking):
+        async def run(self, ctx: ChatContext) -> Result:
+            await super().run(ctx)
+            return result
+
+    rollout = run(Returning, Engine("A<e>"))
+    assert (rollout.status, rollout.reward, rollout.error) == (Status.AGENT_ERROR, None, error)
 
 
 def test_agents_that_end_badly_are_recorded_outcomes(run: Callable[..., ChatRollout]) -> None:

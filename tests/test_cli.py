@@ -12,6 +12,7 @@ import pytest
 import yaml
 
 from flows.cli import main
+from flows.inputs import check_inputs, read_inputs
 from schemas.loading import load_recipe
 from schemas.types import Batch, Outcome, TrainableSegment
 from storage.batches import Batches, Outcomes
@@ -80,6 +81,36 @@ def test_a_valid_recipe_whose_files_are_there_is_called_so(moltflow: Command, re
     assert answer.status == 1
     assert "agent.args: got an unexpected keyword argument 'difficulty'; allowed: what " in answer.err
     assert moltflow("recipe", "check", recipe, *overrides) == Answer(0, "tiny: a valid rl recipe\n", "")
+
+
+def test_images_in_prompts_are_refused_where_the_framework_renders_them(
+    moltflow: Command, recipe: str, tmp_path: Path
+) -> None:
+    prompts, agent = tmp_path / "prompts.jsonl", tmp_path / "agent.py"
+    overrides = (f"prompts.path={prompts}", f"agent.entry={agent}:Agent")
+    image = '{"type": "image_url", "image_url": {"url": "data:image/png;base64,iVBORw0KGgo="}}'
+    prompts.write_text('{"prompt": "1"}\n{"prompt": [{"role": "user", "content": [' + image + "]}]}\n")
+    agent.write_text("from stages.agents import Env\nclass Agent(Env):\n    def step(self, state): ...\n")
+    answer = moltflow("recipe", "check", recipe, *overrides)
+    assert answer.status == 1
+    assert f"{prompts}, row 2: the prompt has a part of type image_url; allowed: text" in answer.err
+    agent.write_text("from stages.agents import ChatAgent\nclass Agent(ChatAgent):\n    def run(self, ctx): ...\n")
+    assert moltflow("recipe", "check", recipe, *overrides).status == 0, "it decides itself what it asks with"
+
+
+def test_what_a_command_has_checked_is_not_read_again_by_its_flow_but_by_the_next(recipe: str, tmp_path: Path) -> None:
+    prompts, agent, runs = tmp_path / "prompts.jsonl", tmp_path / "agent.py", tmp_path / "runs.txt"
+    prompts.write_text('{"prompt": "1"}\n')
+    agent.write_text(
+        f"open({str(runs)!r}, 'a').write('x')\n"
+        "from stages.agents import Env\nclass Agent(Env):\n    def step(self, state): ...\n"
+    )
+    loaded = load_recipe([recipe], [f"prompts.path={prompts}", f"agent.entry={agent}:Agent"])
+    check_inputs(loaded)
+    prompts.write_text('{"prompt": "1"}\n{"prompt": "2"}\n')
+    same = type(loaded).model_validate(loaded.model_dump())
+    assert len(read_inputs(same).prompts) == 1 and runs.read_text() == "x"
+    assert len(read_inputs(same).prompts) == 2 and runs.read_text() == "xx"
 
 
 def test_an_invalid_recipe_is_refused_with_all_that_is_wrong(moltflow: Command, recipe: str) -> None:

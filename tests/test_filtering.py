@@ -9,11 +9,13 @@ from pathlib import Path
 import pytest
 
 from schemas.errors import RolloutsFailed
-from schemas.recipe import FilteringConfig, RolloutConfig, WindowConfig
+from schemas.recipe import DrGRPOAdvantage, FilteringConfig, RolloutConfig, WindowConfig
 from schemas.types import Filtered, Status, StoredGroup
+from stages.advantage import advantage
 from stages.filtering import filtering, judge
 from storage.batches import Outcomes
-from tests.builders import group, segment
+from storage.traces import Traces
+from tests.builders import group, segment, trace_row
 
 KEEP, DROP = FilteringConfig(zero_variance="keep"), FilteringConfig(zero_variance="drop")
 ROLLOUT = RolloutConfig(batch_groups=2, group_size=4, min_group_size=2, max_failed_groups=3)
@@ -146,6 +148,44 @@ async def test_what_is_dropped_is_counted_released_and_filled_up(outcomes: Outco
         (2, "failed", "agent_error", 7),
         (3, "dropped", "zero_variance", 7),
     ]
+
+
+async def test_ratios_are_over_whole_groups_however_many_rollouts_failed_or_segments_they_have(
+    outcomes: Outcomes,
+) -> None:
+    # of three groups one is dropped: its four rollouts, one of them failed and one of two segments, are one group
+    dropped = group(
+        0,
+        segment(0, 0.0, num_sampled=5, version=7),
+        segment(1, 0.0, num_sampled=6, version=7),
+        segment(1, 0.0, index=1, num_sampled=7, version=7),
+        segment(2, 0.0, num_sampled=8, version=7),
+        segment(3, None, status=Status.TIMEOUT, num_sampled=9, version=7),
+    )
+    source = Source(dropped, GOOD[1], GOOD[2])  # and more in flight, of which nothing is counted before it is whole
+    filtered = await fill(source, outcomes)
+    assert filtered is not None and filtered.metrics == {
+        "filtering/dropped_zero_variance": 1,
+        "rollout/reward_mean": 2 / 7,  # one reward for each rollout that has one: 0, 0, 0, then 1, 0 and 1, 0
+        "filtering/rejected_groups": 1,
+        "filtering/rejected_tokens": 5 + 6 + 7 + 8 + 9,
+    }
+
+
+async def test_the_reward_that_is_logged_is_the_one_that_is_trained(outcomes: Outcomes, tmp_path: Path) -> None:
+    # a recipe's own 0.75 x correct + 0.25 x style; means of the components would say 0.5, their sums 1
+    traces = Traces(str(tmp_path))
+    for sequence in range(2):
+        rows = [
+            trace_row(sequence, 0, reward=0.75, version=7, reward_components='{"correct": 1.0, "style": 0.0}'),
+            trace_row(sequence, 1, reward=0.25, version=7, reward_components='{"correct": 0.0, "style": 1.0}'),
+        ]
+        traces.commit([traces.write(rows)])
+    filtered = await fill(Source(*traces.groups()), outcomes)
+    assert filtered is not None and filtered.metrics["rollout/reward_mean"] == 0.5
+    batch = advantage(filtered, 7, DrGRPOAdvantage())
+    assert [segment.advantage for segment in batch.segments] == [0.25, -0.25] * 2  # 0.75 and 0.25 around 0.5
+    assert batch.metrics["advantage/reward_mean"] == 0.5
 
 
 async def test_a_batch_that_drops_nothing_records_nothing(outcomes: Outcomes) -> None:

@@ -94,6 +94,11 @@ def test_text_is_a_user_message_and_messages_stay_as_they_are(tmp_path: Path) ->
     ]
 
 
+def test_rows_may_say_that_they_have_no_images(tmp_path: Path) -> None:
+    prompts = read(tmp_path, [{"prompt": "a", "images": []}, {"prompt": "b", "images": None}])
+    assert [prompt.messages[0]["content"] for prompt in prompts] == ["a", "b"]
+
+
 def test_columns_can_have_other_names(tmp_path: Path) -> None:
     (prompt,) = read(tmp_path, [{"question": "1+1", "answer": 2}], prompt="question", label="answer")
     assert prompt == Prompt(0, [{"role": "user", "content": "1+1"}], 2)
@@ -120,6 +125,7 @@ def test_blank_lines_and_windows_line_ends_are_no_rows(tmp_path: Path) -> None:
         ('{"prompt": 7}', {}, "prompts.jsonl, row 1: column 'prompt' has 7; allowed: text, or a list of chat messages"),
         ('{"prompt": []}', {}, "prompts.jsonl, row 1: column 'prompt' has []; allowed: text"),
         ('{"prompt": [{"content": "a"}]}', {}, 'row 1: column \'prompt\' has [{"content": "a"}]; allowed: text'),
+        ('{"prompt": "a", "images": ["x.png"]}', {}, "row 1: column 'images' has [\"x.png\"]; allowed: rows without"),
         (b'{"prompt": "\xff"}', {}, "prompts.jsonl: cannot be read ('utf-8' codec can't decode byte 0xff"),
     ],
 )

@@ -88,6 +88,12 @@ def test_a_special_token_inside_a_turn_shifts_nothing() -> None:
     assert chat.parts() == [["<u>x<e><a>", "A<x>B<x><e>", "<u>y<e><a>", "C<e>"]]
 
 
+def test_a_special_token_that_starts_every_render_stands_there_once() -> None:
+    chat = Chat("<x>" + PLAIN)
+    chat.ask([*chat.ask([user("x")], "<x>A<e>"), user("y")], "B<e>")
+    assert chat.parts() == [["<x><u>x<e><a>", "<x>A<e>", "<u>y<e><a>", "B<e>"]]
+
+
 @pytest.mark.parametrize(("sampled", "delta"), [("A<e>", "<u>y<e><a>"), ("A", "<e><u>y<e><a>")])
 def test_the_end_of_a_turn_stands_there_once(sampled: str, delta: str) -> None:
     chat = Chat()

@@ -300,10 +300,10 @@ def test_w9_w11_arguments_that_are_no_object_stay_text_in_history(arguments, tmp
 @pytest.mark.parametrize("arguments", ['{"a": 1', "[1,2]", '"x"', "null", '{"a": 1e999}'])
 def test_w9_w12_a_sampled_call_with_bad_arguments_is_text_and_the_good_one_stays(wire, arguments):
     turn = ParsedTurn("", tool_calls=(ToolCall("a", "f", arguments), ToolCall("b", "g", '{"x": 1}')))
-    shown = writing.spoken(reply(turn, finish="tool_calls"), 0)
+    shown = writing.spoken(reply(turn), 0)
     assert shown.content == f'{{"name": "f", "arguments": {arguments}}}'
     assert [call.id for call in shown.tool_calls] == ["b"]
-    only_bad = reply(ParsedTurn("Hm.", tool_calls=turn.tool_calls[:1]), finish="tool_calls")
+    only_bad = reply(ParsedTurn("Hm.", tool_calls=turn.tool_calls[:1]))
     text = json.dumps(WIRES[wire].encode(only_bad, request(wire)))
     assert not any(f'"{name}"' in text for name in ("tool_use", "tool_calls", "function_call"))
     assert json.dumps(f'Hm.\n{{"name": "f", "arguments": {arguments}}}')[1:-1] in text
@@ -311,7 +311,7 @@ def test_w9_w12_a_sampled_call_with_bad_arguments_is_text_and_the_good_one_stays
 
 def test_ids_of_calls_are_unique_and_the_same_in_both_forms():
     calls = tuple(ToolCall(call_id, "f", "{}") for call_id in ("x", "x", "", "y"))
-    said = reply(ParsedTurn("", tool_calls=calls), finish="tool_calls")
+    said = reply(ParsedTurn("", tool_calls=calls))
     ids = ["x", "call_0f_0_1", "call_0f_0_2", "y"]
     assert [
         call["id"] for call in openai_chat.encode(said, request("chat"))["choices"][0]["message"]["tool_calls"]
@@ -521,9 +521,9 @@ def test_responses_reply_and_events_in_order():
         ("stop", "END", ParsedTurn("x"), ("stop", "stop_sequence", "completed")),
         ("length", None, ParsedTurn("x"), ("length", "max_tokens", "incomplete")),
         ("length", None, ParsedTurn(""), ("length", "max_tokens", "incomplete")),
-        ("tool_calls", None, TURN, ("tool_calls", "tool_use", "completed")),
         ("stop", None, TURN, ("tool_calls", "tool_use", "completed")),
-        ("tool_calls", None, ParsedTurn("", tool_calls=(ToolCall("a", "f", "["),)), ("stop", "end_turn", "completed")),
+        ("length", None, TURN, ("length", "max_tokens", "incomplete")),
+        ("stop", None, ParsedTurn("", tool_calls=(ToolCall("a", "f", "["),)), ("stop", "end_turn", "completed")),
     ],
 )
 def test_finish_reasons(finish, stop, turn, expected):
@@ -554,6 +554,22 @@ def test_finish_reasons(finish, stop, turn, expected):
         ("anthropic", {"tool_choice": {"type": "any"}}, "tool_choice"),
         ("anthropic", {"tool_choice": {"type": "tool", "name": "f"}}, "tool_choice"),
         ("chat responses", {"top_logprobs": 1}, "top_logprobs"),
+        ("chat responses anthropic", {"seed": "x"}, "seed"),
+        ("chat responses anthropic", {"seed": 2**63}, "seed"),
+        ("chat responses anthropic", {"min_tokens": 5}, "min_tokens"),
+        ("chat responses anthropic", {"min_p": 0.1}, "min_p"),
+        ("chat responses anthropic", {"ignore_eos": True}, "ignore_eos"),
+        ("chat responses anthropic", {"ignore_eos": 0}, "ignore_eos"),
+        ("chat responses anthropic", {"stop_token_ids": [5]}, "stop_token_ids"),
+        ("chat responses anthropic", {"best_of": 2}, "best_of"),
+        ("chat responses anthropic", {"best_of": True}, "best_of"),
+        ("chat responses anthropic", {"guided_json": {}}, "guided_json"),
+        ("chat responses anthropic", {"structured_outputs": {"regex": "a"}}, "structured_outputs"),
+        ("chat responses anthropic", {"chat_template": "{{ x }}"}, "chat_template"),
+        ("chat responses anthropic", {"chat_template_kwargs": {"enable_thinking": False}}, "chat_template_kwargs"),
+        ("chat responses anthropic", {"add_generation_prompt": False}, "add_generation_prompt"),
+        ("chat responses anthropic", {"continue_final_message": True}, "continue_final_message"),
+        ("responses anthropic", {"n": 2}, "n"),
         ("chat", {"n": 129}, "n"),
         ("chat", {"stream_options": {"include_usage": 1}}, "stream_options.include_usage"),
         ("chat", {"n": 0}, "n"),
@@ -582,6 +598,24 @@ def test_what_is_not_offered_is_refused_by_name(wires, fields, param):
         failure = refused(wire, **fields)
         assert (failure.status, failure.code, failure.param) == (400, "invalid_request", param)
         assert failure.message.startswith(f"{param}: found ") and "; allowed: " in failure.message
+
+
+@pytest.mark.parametrize("wire", WIRES)
+def test_the_values_that_change_nothing_are_accepted(wire):
+    neutral = {
+        "n": 1,
+        "best_of": 1,
+        "min_p": 0.0,
+        "min_tokens": 0,
+        "repetition_penalty": 1.0,
+        "ignore_eos": False,
+        "echo": False,
+        "add_generation_prompt": True,
+        "chat_template_kwargs": {},
+        "stop_token_ids": [],
+        "guided_json": None,
+    }
+    assert request(wire, **neutral) == request(wire)
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ TURN = ParsedTurn(
         ToolCall("call_b", "Bash", "{}"),
     ),
 )
-REPLY = Reply("0f", 1_700_000_000, "policy", (Choice(TURN, "tool_calls"),), prompt_tokens=11, completion_tokens=7)
+REPLY = Reply("0f", 1_700_000_000, "policy", (Choice(TURN, "stop"),), prompt_tokens=11, completion_tokens=7)
 SAID = writing.assistant_message(writing.spoken(REPLY, 0))
 CACHED = {"cache_control": {"type": "ephemeral"}}
 SCHEMA = {"type": "object", "properties": {"command": {"type": "string"}}, "additionalProperties": False}

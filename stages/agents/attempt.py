@@ -101,6 +101,8 @@ def add_result(attempt: Attempt, result: Any) -> None:
             raise AgentError(
                 f"the agent made the {name} {value}; allowed: numbers up to {MAX_REWARD:g} in size, None for none"
             )
+    if result.images:
+        raise AgentError(f"the agent returned {len(result.images)} images; allowed: none, as the model reads text only")
     attempt.reward_components = {str(name): float(value) for name, value in result.reward_components.items()}
     attempt.info = json.loads(json.dumps(dict(result.info), default=str))
 

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from schemas.recipe import SamplingConfig
+from stages.agents.messages import is_text
 
 MODEL_NAME = "policy"
 UNRECORDED_MODEL_NAME = "policy-unrecorded"
@@ -29,7 +30,9 @@ class ChatContext:
 
     `base_url` is for OpenAI's SDK (it ends in /v1), `session_url` for Anthropic's. `unrecorded_model_name` is served by
     the same engines and never recorded: for judges and side calls. `messages` and `tools` are the row's, `prompt` is
-    the text of its last user message. `sampling_params` are the recipe's. Plain agents run in a thread each.
+    the text of its last user message, and `images` are the addresses of all images in the messages; the policy reads
+    text only and answers requests with images by an error. `sampling_params` are the recipe's. Plain agents run in a
+    thread each.
     """
 
     base_url: str
@@ -59,11 +62,11 @@ class ChatAgent:
 
 
 def last_user_text(messages: list[dict[str, Any]]) -> str:
-    """Text of the last user message, parts joined and images left out; empty when there is none."""
+    """Text of the last user message: its parts joined as they are rendered, without images; "" when there is none."""
     for message in reversed(messages):
         if message.get("role") == "user":
             content = message.get("content") or ""
             if isinstance(content, str):
                 return content
-            return "".join(str(part.get("text", "")) for part in content if part.get("type") == "text")
+            return "\n".join(part["text"] for part in content if is_text(part))
     return ""

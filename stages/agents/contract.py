@@ -23,6 +23,7 @@ from types import ModuleType
 from typing import Any
 
 from schemas.errors import AgentError, RecipeError
+from schemas.recipe import SamplingConfig
 from stages.agents.chat import ChatAgent
 from stages.agents.runners import StepEnvRunner
 
@@ -33,6 +34,10 @@ class Result:
 
     `observation` is what the policy sees next: text (one user message) or a list of chat messages. It is not needed
     when the rollout ends. `score` is the unshaped measure of success that filters look at; unset takes the reward.
+
+    `sampling_params` is how an `Env`'s following turns are sampled: a mapping changes the keys that it has, such as
+    `{"temperature": 0.7}`, a `SamplingConfig` all. Each turn is trained at the temperature it was sampled at. `images`
+    is refused unless it is empty, since the models that are trained read text only.
     """
 
     reward: float | None = None
@@ -41,6 +46,8 @@ class Result:
     truncated: bool = False
     info: dict[str, Any] = field(default_factory=dict)
     score: float | None = None
+    images: list[Any] | None = None
+    sampling_params: Mapping[str, Any] | SamplingConfig | None = None
     reward_components: dict[str, float] = field(default_factory=dict)
 
 
@@ -48,7 +55,8 @@ class Env:
     """Base class of environments.
 
     `state` holds `observation_text` (the messages before this action, as text), `action_text` (what the policy said,
-    special tokens removed), `messages` (the conversation as chat messages) and `label` (from the data row).
+    special tokens removed), `messages` (the conversation as chat messages), `label` (from the data row) and
+    `sampling_params` (the `SamplingConfig` of this turn).
     """
 
     async def reset(self, state: dict[str, Any]) -> Any:

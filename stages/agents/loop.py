@@ -15,7 +15,9 @@ from schemas.recipe import AgentConfig, SamplingConfig
 from schemas.types import Generation, GroupTask, Status
 from stages.agents.attempt import Attempt, add_result, call_user, run_attempt
 from stages.agents.contract import Env, as_messages
+from stages.agents.messages import unreadable
 from stages.agents.rendering import ChatRenderer
+from stages.agents.sampling import chosen
 from stages.agents.segment import Segment
 
 Generate = Callable[[list[int], SamplingConfig], Awaitable[Generation]]
@@ -70,30 +72,32 @@ async def _turns(
         if not isinstance(started, Mapping) or "observation" not in started:
             raise AgentError(f"reset returned {type(started).__name__}; allowed: None, or a mapping with `observation`")
         rollout.messages = as_messages(started["observation"])
-    rollout.append_context(renderer.prompt(rollout.messages, task.prompt.tools))
+    rollout.append_context(renderer.prompt(_text_only(rollout.messages), task.prompt.tools))
     if len(rollout.token_ids) >= config.max_context_tokens:
         rollout.status = Status.PROMPT_TOO_LONG
         rollout.error = f"prompt of {len(rollout.token_ids)} tokens; allowed: below {config.max_context_tokens}"
         return
+    sampling = task.sampling
     for turn in range(1, config.max_turns + 1):
-        action = await _sample(rollout, task.sampling, generate, renderer, config)
+        action = await _sample(rollout, sampling, generate, renderer, config)
         before, rollout.messages = rollout.messages, [*rollout.messages, {"role": "assistant", "content": action}]
         state = {
             "observation_text": _as_text(before),
             "action_text": action,
             "messages": as_messages(rollout.messages),
             "label": label,
-            "sampling_params": task.sampling.model_copy(deep=True),
+            "sampling_params": sampling.model_copy(deep=True),
         }
         result = await call_user(threads, env.step, state)
         add_result(rollout, result)
+        sampling = chosen(task.sampling, sampling, result.sampling_params)
         if result.terminated or result.truncated:
             if result.truncated or rollout.turns[-1]["finish_reason"] == "length":
                 rollout.status = Status.TRUNCATED
             return
         if turn == config.max_turns:
             break
-        new = as_messages(result.observation)
+        new = _text_only(as_messages(result.observation))
         delta = renderer.delta(before, new, rollout.token_ids[-1], task.prompt.tools)
         if len(rollout.token_ids) + len(delta) >= config.max_context_tokens:
             break
@@ -115,6 +119,12 @@ async def _sample(
     generation = await generate(rollout.token_ids, sampling)
     rollout.append_turn(generation, sampling, time.perf_counter() - start)
     return renderer.text([int(token) for token in generation.token_ids])
+
+
+def _text_only(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    if (kind := unreadable(messages)) is not None:
+        raise AgentError(f"the messages for the policy have a part of type {kind}; allowed: text, as the model")
+    return messages
 
 
 def _as_text(messages: list[dict[str, Any]]) -> str:

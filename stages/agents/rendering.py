@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any
 from uuid import uuid4
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from schemas.errors import RecipeError
-from stages.agents.messages import canonical_messages, canonical_tools
+from stages.agents.messages import canonical_messages, canonical_tools, readable_calls
 
 
 class ChatRenderer:
@@ -25,10 +25,12 @@ class ChatRenderer:
             raise RecipeError(f"model.path: the tokenizer of {model_path} has no chat template, which prompts need")
         # Stands for a sampled turn in a render; what follows it is the delta. Nobody can guess and say it.
         self._sentinel = f"\u2402{uuid4().hex}\u2402"
+        self._spoken = {"role": "assistant", "content": self._sentinel}
         self._prompt = lru_cache(maxsize=256)(lambda text: tuple(self.tokenize(self.render(*json.loads(text)))))
 
     def prompt(self, messages: list[dict[str, Any]], tools: Sequence[Mapping[str, Any]] = ()) -> list[int]:
         """Token ids of a conversation up to where the policy speaks."""
+        messages = readable_calls(messages)
         return list(self._prompt(json.dumps([messages, list(tools)])))  # all rollouts of a group ask for the same one
 
     def delta(
@@ -40,24 +42,43 @@ class ChatRenderer:
     ) -> list[int]:
         """Token ids between the policy's last turn and its next one.
 
-        `messages` ends before the policy's turn, `new` follows it. A leading end-of-turn token is left out when the
-        policy sampled it itself (`last_token`); a turn that was cut off gets it from the template.
+        `messages` ends before the policy's turn, `new` follows it. What the template puts up to the end of the turn is
+        left out when the policy sampled that end itself (`last_token`); a turn that was cut off gets it.
         """
-        spoken = [*messages, {"role": "assistant", "content": self._sentinel}, *new]
+        spoken = readable_calls([*messages, self._spoken, *new])
         _, *after = self.render(spoken, tools).split(self._sentinel)
         if len(after) != 1:
             raise RecipeError(
                 "the chat template drops, changes or repeats the assistant's text; several turns need it once, as it is"
             )
-        token_ids = self.tokenize(after[0])
-        return token_ids[1:] if token_ids and token_ids[0] == last_token else token_ids
+        return self.tokenize(after[0][self._sampled_end(after[0], last_token) :])
+
+    def _sampled_end(self, after: str, last_token: int) -> int:
+        """Up to where the text behind a turn is an end that the policy sampled. Looked for in what the template puts
+        behind any turn, since later text may hold anything."""
+        if last_token not in (self.tokenizer.eos_token_id, *self.tokenizer.all_special_ids):
+            return 0
+        end = str(self.tokenizer.decode([last_token]))
+        for closing in (self._closing, end):
+            if end in closing and after.startswith(found := closing[: closing.index(end) + len(end)]):
+                return len(found)
+        return 0
+
+    @cached_property
+    def _closing(self) -> str:
+        """What the template puts behind a turn that comes last."""
+        try:
+            text = self.render([{"role": "user", "content": "x"}, self._spoken], (), {"add_generation_prompt": False})
+        except Exception:  # templates raise what they like
+            return ""
+        return text.partition(self._sentinel)[2]
 
     def answer(
         self, messages: list[dict[str, Any]], reply: dict[str, Any], tools: Sequence[Mapping[str, Any]] = ()
     ) -> list[int]:
         """Token ids of an assistant's reply as the policy would have to sample them, end of turn included."""
-        history = self.render(messages, tools)
-        whole = self.render([*messages, reply], tools, {"add_generation_prompt": False})
+        history = self.render(readable_calls(messages), tools)
+        whole = self.render(readable_calls([*messages, reply]), tools, {"add_generation_prompt": False})
         if not whole.startswith(history):
             raise RecipeError("the chat template renders the prompt differently once it is answered")
         token_ids = self.tokenize(whole[len(history) :])

@@ -16,10 +16,11 @@ from collections.abc import Iterator
 from typing import Any
 
 from schemas.chat import ChatError, ChatRequest, Reply
+from stages.agents.plain_json import arguments
 from stages.capture import reading, writing
 from stages.capture.reading import Ignored, Json
 
-_FIELDS = {"messages", "system", "max_tokens", "stop_sequences"}
+_FIELDS = {"messages", "system", "max_tokens", "stop_sequences", "n"}
 _ERRORS = {
     "invalid_request": "invalid_request_error",
     "context_length": "invalid_request_error",
@@ -45,6 +46,7 @@ def decode_count(body: object) -> ChatRequest:
     body = reading.read_body(body)
     ignored: Ignored = {}
     reading.refuse_unsupported(body, output_format="none; ask for JSON in the prompt")
+    reading.integer(body, "n", 1, 1)
     reading.refuse_json_format(reading.options(body, "output_config").get("format"), "output_config.format")
     choice = body.get("tool_choice")
     if isinstance(choice, dict) and choice.get("disable_parallel_tool_use"):
@@ -126,8 +128,8 @@ def encode(reply: Reply, request: ChatRequest) -> Json:
     if turn.content or not turn.tool_calls:
         content.append({"type": "text", "text": turn.content})
     for call in turn.tool_calls:
-        arguments = reading.arguments(call.arguments)
-        content.append({"type": "tool_use", "id": call.id, "name": call.name, "input": arguments})
+        block = {"type": "tool_use", "id": call.id, "name": call.name, "input": arguments(call.arguments)}
+        content.append(block)
     reason = _STOP_REASONS[writing.finish_reason(choice, turn)]
     if reason == "end_turn" and choice.stop_sequence is not None:
         reason = "stop_sequence"

@@ -21,7 +21,7 @@ from stages.capture.reading import Ignored, Json
 
 __all__ = ["decode", "encode", "error", "error_event", "events", "keep_alive"]
 
-_FIELDS = {"input", "instructions", "max_output_tokens", "stop", "background", "text"}
+_FIELDS = {"input", "instructions", "max_output_tokens", "stop", "background", "text", "n"}
 _STATELESS = "none; nothing is stored, send the whole conversation as input"
 _LOGPROBS = "message.output_text.logprobs"
 _ITEM_FIELDS = {
@@ -38,6 +38,7 @@ def decode(body: object) -> ChatRequest:
     ignored: Ignored = {}
     stateful = dict.fromkeys(("previous_response_id", "conversation", "prompt"), _STATELESS)
     reading.refuse_unsupported(body, **stateful)
+    reading.integer(body, "n", 1, 1)
     if reading.flag(body, "background"):
         reading.refuse("background", True, "false")
     text = reading.options(body, "text")

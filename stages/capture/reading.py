@@ -15,7 +15,6 @@ allowed. Choices that hold on every wire:
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections.abc import Callable, Iterable, Set
 from dataclasses import replace
@@ -25,25 +24,35 @@ from typing import Any, NoReturn
 
 from schemas.chat import ChatError, ChatRequest, RequestSampling, ToolChoice
 from stages.agents.messages import merged_system
+from stages.agents.plain_json import Json, arguments, clean
 
-Json = dict[str, Any]
 Ignored = dict[str, None]
 """Names in the order in which they were met."""
 
-MAX_DEPTH = 128
 MAX_NAME = 64
 _IMAGE = re.compile(r"data:image/(png|jpe?g|gif|webp);base64,[A-Za-z0-9+/]", re.IGNORECASE)
 _TEXT_BLOCKS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 _IMAGE_BLOCKS = ("image", "image_url", "input_image")
 _UNREADABLE_BLOCKS = ("audio", "document", "file", "input_audio", "input_file", "search_result", "video", "video_url")
+_WITHOUT = "the policy is sampled without it"
+_TEMPLATE = "conversations are rendered as in training"
 _NEUTRAL: dict[str, tuple[object, str]] = {
-    "presence_penalty": (0, "the policy is sampled without it"),
-    "frequency_penalty": (0, "the policy is sampled without it"),
-    "repetition_penalty": (1, "the policy is sampled without it"),
-    "min_p": (0, "the policy is sampled without it"),
-    "logit_bias": ({}, "the policy is sampled without it"),
+    **dict.fromkeys(("presence_penalty", "frequency_penalty", "min_p", "min_tokens"), (0, _WITHOUT)),
+    **dict.fromkeys(("repetition_penalty", "length_penalty", "best_of"), (1, _WITHOUT)),
+    **dict.fromkeys(("bad_words", "logits_processors", "stop_token_ids"), ([], _WITHOUT)),
+    **dict.fromkeys(("ignore_eos", "use_beam_search"), (False, _WITHOUT)),
+    **dict.fromkeys(("continue_final_message", "echo"), (False, _TEMPLATE)),
+    "add_generation_prompt": (True, _TEMPLATE),
+    "chat_template_kwargs": ({}, _TEMPLATE),
+    "logit_bias": ({}, _WITHOUT),
     "top_logprobs": (0, "only the log-probability of the sampled token is kept"),
 }
+"""What would change the prompt or the sampled text, by the value that changes nothing. Servers take more than OpenAI's
+and Anthropic's own fields, and agents that were written for vLLM send them."""
+_REFUSED = dict.fromkeys(
+    ("allowed_token_ids", "guided_choice", "guided_grammar", "guided_json", "guided_regex", "structured_outputs"),
+    f"none, as {_WITHOUT}",
+) | {"chat_template": f"none, as {_TEMPLATE}"}
 _COMMON = {"model", "tools", "tool_choice", "temperature", "top_p", "top_k", "seed", "stream", *_NEUTRAL}
 _repr = Repr()
 _repr.maxstring = _repr.maxother = _repr.maxlong = 80
@@ -59,37 +68,6 @@ def read_body(body: object) -> Json:
         return as_object(clean(body), "body")
     except ValueError as error:
         raise ChatError(400, "invalid_request", f"body: {error}", "body") from None
-
-
-def clean(value: Any, depth: int = MAX_DEPTH) -> Any:
-    """A copy of JSON without what tokenizers and encoders choke on.
-
-    Halves of surrogate pairs, which clients that cut text in the middle of an emoji send, become U+FFFD. Numbers that
-    are not JSON and nesting beyond `MAX_DEPTH` raise ValueError.
-    """
-    if isinstance(value, str):
-        return value if value.isascii() else _clean_text(value)
-    if isinstance(value, dict | list) and depth == 0:
-        raise ValueError(f"nested too deep; allowed: {MAX_DEPTH} levels")
-    if isinstance(value, dict):
-        return {key if key.isascii() else _clean_text(key): clean(item, depth - 1) for key, item in value.items()}
-    if isinstance(value, list):
-        return [clean(item, depth - 1) for item in value]
-    if value is None or isinstance(value, bool):
-        return value
-    if isinstance(value, int) and value.bit_length() <= 256:
-        return value
-    if isinstance(value, float) and math.isfinite(value):
-        return value
-    raise ValueError(f"found {_repr.repr(value)}; allowed: JSON with numbers of at most 256 bits")
-
-
-def _clean_text(text: str) -> str:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
-    return text
 
 
 def as_object(value: object, where: str) -> Json:
@@ -157,9 +135,10 @@ def sampling(body: Json, max_tokens: Iterable[str], stop: str) -> RequestSamplin
 def refuse_unsupported(body: Json, **fields: str) -> None:
     """Refuse what would change the sampled text in ways that are not offered; `fields`: name to what to do instead."""
     for name, (neutral, why) in _NEUTRAL.items():
-        if body.get(name) is not None and (isinstance(body[name], bool) or body[name] != neutral):
-            refuse(name, body[name], f"{neutral}, as {why}")
-    for name, advice in fields.items():
+        given = body.get(name)
+        if given is not None and (isinstance(given, bool) != isinstance(neutral, bool) or given != neutral):
+            refuse(name, given, f"{json.dumps(neutral)}, as {why}")
+    for name, advice in (_REFUSED | fields).items():
         if body.get(name) is not None:
             refuse(name, body[name], advice)
 
@@ -275,26 +254,6 @@ def _image_url(block: Json, where: str) -> str:
     if not isinstance(url, str) or not _IMAGE.match(url):
         refuse(where, url, "an image as data URI or base64 (png, jpeg, gif or webp); addresses are never fetched")
     return url
-
-
-def arguments(value: object) -> Json | str:
-    """Arguments of a tool call as a mapping where they are a JSON object, else as text. Never raises."""
-    if value is None or isinstance(value, dict):
-        return value or {}
-    text = value if isinstance(value, str) else json.dumps(value)
-    parsed = json_object(text)
-    return text if parsed is None else parsed
-
-
-def json_object(text: str) -> Json | None:
-    """A JSON object that any client can parse, else None; no text at all is the empty object."""
-    if not text or text.isspace():
-        return {}
-    try:
-        value = clean(json.loads(text))
-    except (ValueError, RecursionError):
-        return None
-    return value if isinstance(value, dict) else None
 
 
 def tool_call(call_id: object, name: object, given: object, where: str) -> Json:

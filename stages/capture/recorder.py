@@ -6,16 +6,17 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Hashable, Iterator
+from collections.abc import Awaitable, Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Any
 
 from schemas.chat import ChatError, ChatRequest, Choice, ParsedTurn, Reply, RequestSampling, TokenLogprob
 from schemas.errors import WorkerError
-from schemas.recipe import MIN_TEMPERATURE, AgentConfig, SamplingConfig
+from schemas.recipe import AgentConfig, SamplingConfig
 from schemas.types import Generation, ParseOptions
 from stages.agents.chat import MODEL_NAME, UNRECORDED_MODEL_NAME
 from stages.agents.rendering import ChatRenderer
+from stages.agents.sampling import DISTRIBUTION, untrainable
 from stages.capture.marks import Marks
 from stages.capture.retries import Retries
 from stages.capture.segments import Session, Turn
@@ -26,6 +27,7 @@ log = logging.getLogger(__name__)
 Sample = Callable[[list[int], SamplingConfig, ParseOptions], Awaitable[Generation]]
 """(token_ids, sampling, how to parse it) -> what the engine sampled."""
 
+MAX_NAMED = 100
 _told: set[str] = set()
 
 
@@ -41,6 +43,8 @@ class Recorder:
         """Why no engine can answer any more; whoever runs the agent raises it."""
         self.overridden: dict[str, list[Any]] = {}
         """Sampling parameters that requests asked for and did not get."""
+        self.ignored: dict[str, None] = {}
+        """Names of what requests had that was accepted without effect, at most `MAX_NAMED`."""
         self.out_of_turns = False
         self.num_active = 0
         self._sample = sample
@@ -74,7 +78,7 @@ class Recorder:
             )
         if any(isinstance(message["content"], list) for message in request.messages):
             raise ChatError(400, "invalid_request", "messages: found an image; allowed: text, as the model", "messages")
-        _tell(request)
+        self._name(request.ignored)
         is_recorded = request.model == MODEL_NAME
         session = self.session if is_recorded else Session(self._marks, self._config.max_context_tokens)
         turn = session.begin(request.messages, request.tools)
@@ -92,6 +96,13 @@ class Recorder:
         for index, sample in enumerate(samples if is_recorded else ()):
             session.commit(turn, sample, spoken(reply, index), sampling, seconds)
         return reply
+
+    def _name(self, ignored: Sequence[str]) -> None:
+        """What has no effect is recorded by name, and said once a process."""
+        self.ignored = dict.fromkeys([*self.ignored, *ignored][:MAX_NAMED])
+        if new := [name for name in self.ignored if name not in _told]:
+            _told.update(new)
+            log.warning("chat requests: accepted without effect: %s", ", ".join(new))
 
     async def _samples(
         self, n: int, token_ids: list[int], sampling: SamplingConfig, options: ParseOptions
@@ -123,29 +134,27 @@ class Recorder:
 
     def _merged(self, wanted: RequestSampling, room: int, is_recorded: bool) -> SamplingConfig:
         """The rollout's sampling, with what a request may decide: how much, until where, and from which distribution
-        if that is honoured. What is not, is noted. Raises ChatError for what cannot be trained."""
+        if that is honoured. What is not, is noted, like a seed, which engines are never given. Raises ChatError for
+        what cannot be trained."""
         mine = self._sampling
-        asked = {name: getattr(wanted, name) for name in ("temperature", "top_p", "top_k")}
+        asked = {name: getattr(wanted, name) for name in DISTRIBUTION}
         other = {name: value for name, value in asked.items() if value not in (None, getattr(mine, name))}
-        if not self._config.honor_request_sampling:
-            for name, value in other.items():
-                values = self.overridden.setdefault(name, [])
-                if value not in values:
-                    values.append(value)
-            other = {}
-        elif is_recorded:
-            _refuse_untrainable(other)
+        honored = other if self._config.honor_request_sampling else {}
+        if is_recorded and (problem := untrainable(honored)) is not None:
+            raise ChatError(400, "invalid_request", problem[1], problem[0])
+        for name, value in {**other, "seed": wanted.seed}.items():
+            if value is not None and name not in honored and value not in self.overridden.setdefault(name, []):
+                self.overridden[name].append(value)
         most = min(wanted.max_tokens or mine.max_tokens, mine.max_tokens, max(room, 1))
-        return mine.model_copy(update={**other, "max_tokens": most, "stop": [*mine.stop, *wanted.stop]})
+        return mine.model_copy(update={**honored, "max_tokens": most, "stop": [*mine.stop, *wanted.stop]})
 
     def _choice(self, request: ChatRequest, sample: Generation) -> Choice:
         said = sample.parsed
         if said is None:
             raise ChatError(500, "engine", "the engine did not parse its sample")
-        reason: Literal["stop", "length", "tool_calls"] = "tool_calls" if said.tool_calls else "stop"
         return Choice(
             turn=said,
-            finish_reason="length" if sample.finish_reason == "length" else reason,
+            finish_reason="length" if sample.finish_reason == "length" else "stop",
             stop_sequence=sample.stop if sample.stop in request.sampling.stop else None,
             logprobs=self._logprobs(sample) if request.logprobs else (),
         )
@@ -168,23 +177,3 @@ class Recorder:
 
 def session_closed() -> ChatError:
     return ChatError(401, "authentication", "this session is closed: its rollout has ended")
-
-
-def _refuse_untrainable(sampling: dict[str, Any]) -> None:
-    """What the trainer could not compute the log-probs of; the rules are those of `rollout.sampling`."""
-    for name, fits, allowed in (
-        ("temperature", lambda value: value >= MIN_TEMPERATURE, f"{MIN_TEMPERATURE} and more"),
-        ("top_p", lambda value: value == 1, "1"),
-        ("top_k", lambda value: value == -1, "-1"),
-    ):
-        if name in sampling and not fits(sampling[name]):
-            found = f"{name}: found {sampling[name]}; allowed: {allowed}, as what is sampled is trained"
-            raise ChatError(400, "invalid_request", found, name)
-
-
-def _tell(request: ChatRequest) -> None:
-    """What has no effect is said once, by name."""
-    new = [name for name in request.ignored if name not in _told]
-    if new:
-        _told.update(new)
-        log.info("chat requests: accepted without effect: %s", ", ".join(new))

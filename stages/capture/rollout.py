@@ -8,11 +8,13 @@ from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
 
+from schemas.errors import AgentError
 from schemas.recipe import AgentConfig
 from schemas.types import GroupTask, Status
 from stages.agents.attempt import Attempt, add_result, call_user, run_attempt
 from stages.agents.chat import ChatAgent, ChatContext, last_user_text
 from stages.agents.contract import as_messages
+from stages.agents.messages import images
 from stages.capture.recorder import Recorder
 from stages.capture.segments import CapturedSegment
 from stages.capture.server import CaptureServer
@@ -49,9 +51,12 @@ async def run_chat(
                 sampling_params=task.sampling.model_copy(deep=True),
                 seed=seed,
                 tools=deepcopy(task.prompt.tools),
+                images=images(task.prompt.messages),
             )
             result = await call_user(threads, agent.run, context)
         add_result(rollout, result)
+        if result.sampling_params is not None:
+            raise AgentError("a ChatAgent returned sampling_params; allowed: none, its requests say how to sample")
         if result.truncated or recorder.out_of_turns or recorder.session.out_of_context:
             rollout.status = Status.TRUNCATED
 
@@ -64,6 +69,8 @@ async def run_chat(
     rollout.segments = recorder.session.segments()
     if recorder.overridden:
         rollout.info["overridden_sampling"] = recorder.overridden
+    if recorder.ignored:
+        rollout.info["ignored_request_fields"] = list(recorder.ignored)
     if rollout.status.trainable and not rollout.segments:
         rollout.status, rollout.error = Status.AGENT_ERROR, "the agent ended without asking the policy anything"
         rollout.reward = rollout.score = None

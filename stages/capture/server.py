@@ -152,20 +152,26 @@ class CaptureServer:
             chat = codec.decode(_json(raw))
             is_retry = request.headers.get("x-stainless-retry-count", "0").strip() not in ("", "0")
             answer = recorder.once((codec.__name__, blake2b(raw).digest()), is_retry, chat)
+            ready: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
+            written = asyncio.Event()
+            holding = asyncio.create_task(_hold(answer, ready, written))
+            answering.callback(lambda: written.is_set() or holding.cancel())
+            await _ready_or_gone(ready, request, PATIENCE_SECONDS if chat.stream else None)
             if chat.stream:
-                return await self._stream(codec, chat, answer, answering)
-            async with answer as reply:
-                if await request.is_disconnected():
-                    raise ClientDisconnect
-                return JSONResponse(codec.encode(reply, chat))
+                return self._stream(codec, chat, ready, written, answering)
+            response = JSONResponse(codec.encode(ready.result(), chat))
+            written.set()
+            return response
 
-    async def _stream(self, codec: Any, chat: ChatRequest, answer: Any, answering: ExitStack) -> Response:
+    def _stream(
+        self,
+        codec: Any,
+        chat: ChatRequest,
+        ready: asyncio.Future[Reply],
+        written: asyncio.Event,
+        answering: ExitStack,
+    ) -> Response:
         """Events of a whole reply. A reply that takes long is announced by its wire's sign of life."""
-        ready: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
-        written = asyncio.Event()
-        holding = asyncio.create_task(_hold(answer, ready, written))
-        answering.callback(lambda: written.is_set() or holding.cancel())
-        await asyncio.wait((ready,), timeout=PATIENCE_SECONDS)
         if ready.done() and (failure := ready.exception()) is not None:
             raise failure
 
@@ -237,6 +243,23 @@ def _counted(recorder: Recorder) -> Iterator[None]:
         yield
     finally:
         recorder.num_active -= 1
+
+
+async def _ready_or_gone(ready: asyncio.Future[Reply], request: Request, seconds: float | None) -> None:
+    """Wait for a reply, at most so long. Raises ClientDisconnect at once when the client goes: its next try may be here
+    before the reply is."""
+
+    async def gone() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    watching = asyncio.create_task(gone())
+    try:
+        await asyncio.wait((ready, watching), timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+        if watching.done() and not ready.done():
+            raise ClientDisconnect
+    finally:
+        watching.cancel()
 
 
 async def _hold(answer: Any, ready: asyncio.Future[Reply], written: asyncio.Event) -> None:

@@ -12,7 +12,8 @@ from collections.abc import Iterator
 from typing import Literal
 
 from schemas.chat import Choice, ParsedTurn, Reply, TokenLogprob, ToolCall
-from stages.capture.reading import Json, arguments, assistant, json_object
+from stages.agents.plain_json import Json, arguments, json_object
+from stages.capture.reading import assistant
 
 FinishReason = Literal["stop", "length", "tool_calls"]
 MIN_PIECE = 64

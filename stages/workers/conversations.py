@@ -6,6 +6,7 @@ import torch
 
 from schemas.errors import RecipeError
 from schemas.recipe import ModelConfig, SFTDataConfig
+from stages.agents.messages import unreadable
 from stages.agents.rendering import ChatRenderer
 from stages.algorithms.masks import ActionMask
 from stages.workers.collate import TrainRow
@@ -24,6 +25,11 @@ def read_conversations(data: SFTDataConfig, model: ModelConfig) -> list[TrainRow
         tools = table[number - 1].get(data.tools) or []
         if not messages or messages[-1].get("role") != "assistant":
             raise RecipeError(f"{data.path}, row {number}: the last message must be the assistant's")
+        found = "column 'images'" if table[number - 1].get("images") else unreadable(messages)
+        if found is not None:
+            raise RecipeError(
+                f"{data.path}, row {number}: found {found}; allowed: text, as the model reads nothing else"
+            )
         prompt = renderer.prompt(messages[:-1], tools)
         answer = renderer.answer(messages[:-1], messages[-1], tools)
         if len(prompt) + len(answer) > data.max_tokens:
