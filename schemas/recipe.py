@@ -156,8 +156,6 @@ class FilteringConfig(Config):
     """Groups dropped in a row after which the run stops: there is nothing to learn."""
 
 
-
-
 class TrainerConfig(Config):
     num_ranks: PositiveInt = 1
     """Data-parallel FSDP2 ranks, one process and (on GPU) one device each."""

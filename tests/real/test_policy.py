@@ -145,7 +145,7 @@ def test_the_ratio_is_to_the_policy_before_the_batch(make_recipe: Callable[..., 
         loss={"type": "ppo", "epochs": 3, "clip_low": 0.01, "clip_high": 0.01},
         correction={"level": "off"},
         window={"max_policy_lag": 0},
-        trainer={"optimizer": {"lr": 1e-2}},
+        trainer={"optimizer": {"type": "adamw", "lr": 1e-2}},
     )
     metrics = Trained(recipe, device).train(make_rows())
     assert metrics["train/updates"] == 3
@@ -167,4 +167,4 @@ def test_the_kl_coefficient_follows_what_was_measured(
 
 def _still(make_recipe: Callable[..., RLRecipe], variant: str) -> RLRecipe:
     """A recipe that computes gradients and hardly moves the weights."""
-    return make_recipe("gradients", trainer={"optimizer": {"lr": 1e-30}}, **VARIANTS[variant])
+    return make_recipe("gradients", trainer={"optimizer": {"type": "adamw", "lr": 1e-30}}, **VARIANTS[variant])
