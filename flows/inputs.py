@@ -40,6 +40,8 @@ def _read(recipe: RLRecipe | SFTRecipe) -> Inputs:
     if isinstance(recipe, SFTRecipe):
         column(recipe.data.path, read_jsonl(recipe.data.path), recipe.data.messages)
         return Inputs([], [])
+    if recipe.reference is not None:
+        check_model(recipe.reference.path)
     agent, config = load_agent(recipe.agent.entry), recipe.evaluate
     check_arguments(recipe.agent.entry, agent, recipe.agent.args)
     held_out = read_prompts(recipe.prompts, config.path)[: config.num_prompts] if config else []

@@ -20,6 +20,7 @@ from storage.batches import Batches, Outcomes
 from storage.checkpoints import Checkpoints
 from storage.ledger import Ledger, read_ledger
 from storage.runs import RunFolder
+from storage.scores import Scores
 from storage.tables import Table
 from storage.traces import Traces
 
@@ -36,6 +37,7 @@ class Run:
         self.evaluations = Traces(folder.uri, "evaluations")
         self.batches = Batches(folder.uri, folder.attempt)
         self.outcomes = Outcomes(folder.uri, folder.attempt)
+        self.scores = Scores(folder.uri)
         self.checkpoints = Checkpoints(folder, recipe.checkpoint.keep)
         self.monitor = Monitor(folder, recipe.max_steps)
         self._evaluations: dict[int, float] = {}
@@ -51,6 +53,7 @@ class Run:
             "traces": self.traces.table,
             "batches": self.batches.table,
             "outcomes": self.outcomes.table,
+            "scores": self.scores.table,
             "evaluations": self.evaluations.table,
         }
 

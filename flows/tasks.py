@@ -21,6 +21,7 @@ import stages.evaluate
 import stages.filtering
 import stages.refit
 import stages.rollout
+import stages.score
 import stages.train_step
 from flows.monitor import current_monitor
 
@@ -55,6 +56,7 @@ def staged(stage: Callable[..., Any], part: str | None, name: str | None = None)
 
 
 filtering = staged(stages.filtering.filtering, "waiting")
+score = staged(stages.score.score, "score")
 advantage = staged(stages.advantage.advantage, "score")
 train_step = staged(stages.train_step.train_step, "train")
 sft_step = staged(stages.train_step.sft_step, "train")

@@ -17,7 +17,6 @@ from prefect import flow
 from flows import tasks
 from flows.runs import open_run
 from schemas.recipe import RLRecipe
-from stages.score import score
 from stages.window import Window
 
 
@@ -41,7 +40,8 @@ async def train_rl(recipe: RLRecipe) -> dict[str, Any]:
                 )
                 if groups is None:
                     break
-                batch = await tasks.advantage(score(groups), step, recipe)
+                await tasks.score(groups, step, run.trainer, run.scores, recipe)
+                batch = await tasks.advantage(groups, step, recipe)
                 await tasks.train_step(batch, run.batches, run.trainer, recipe)
                 await tasks.refit(run.trainer, run.engines, step + 1, recipe.refit)
                 window.publish(step + 1)

@@ -74,6 +74,11 @@ class ReinforceAdvantage(Config):
     """Mean 0 and variance 1 over the trained tokens of the batch."""
 
 
+class OnPolicyDistillAdvantage(Config):
+    type: Literal["on_policy_distill"] = "on_policy_distill"
+    """Log-prob of the teacher minus that of the policy, by token; rewards play no part. `reference` is the teacher."""
+
+
 class CustomAdvantage(Config):
     type: Literal["custom"] = "custom"
     """A function of your own."""
@@ -89,6 +94,7 @@ AdvantageConfig = Annotated[
     | ReinforceBaselineAdvantage
     | FlashReinforceAdvantage
     | ReinforceAdvantage
+    | OnPolicyDistillAdvantage
     | CustomAdvantage,
     Field(discriminator="type"),
 ]
@@ -187,7 +193,9 @@ class CorrectionConfig(Config):
 
 class KLConfig(Config):
     coef: NotNegative = 0.0
-    """Weight of the KL to the policy that sampled the token; 0 adds none."""
+    """Weight of the KL; 0 adds none."""
+    to: Literal["rollout", "reference"] = "rollout"
+    """What the policy is kept close to: the policy that sampled the token, or the frozen `reference`."""
     kind: Literal["k1", "k2", "k3", "k3+"] = "k2"
     """Estimate: k1 = d, k2 = d^2/2, k3 = exp(-d) - 1 + d with d = log pi - log ref. In the loss, only k2 and k3+ (the
     value of k3, the gradient of k2) have the gradient of the reverse KL; k1's is zero on average and is refused."""

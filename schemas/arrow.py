@@ -85,6 +85,13 @@ BATCHES = _schema(
     pa.field("run_attempt", pa.int32(), nullable=False),
 )
 
+SCORES = _schema(
+    "scores",
+    pa.field("step", pa.int64(), nullable=False),  # of the batch that was scored
+    pa.field("trace_row", pa.int64(), nullable=False),  # stable row id in traces
+    pa.field("reference_logprobs", pa.list_(pa.float32()), nullable=False),  # of the row's sampled tokens, in order
+)
+
 OUTCOMES = _schema(
     "outcomes",
     pa.field("sequence", pa.int64(), nullable=False),

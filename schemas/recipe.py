@@ -253,6 +253,11 @@ class SFTRecipe(Recipe):
     data: SFTDataConfig
 
 
+class ReferenceConfig(Config):
+    path: Text
+    """Model with the policy's tokenizer: local folder in Hugging Face layout, or a hub id `org/name`."""
+
+
 class RLRecipe(Recipe):
     kind: Literal["rl"]
     """Chooses reinforcement learning."""
@@ -269,6 +274,8 @@ class RLRecipe(Recipe):
     """Policy loss, and the optimizer steps of a batch."""
     correction: CorrectionConfig = CorrectionConfig()
     kl: KLConfig = KLConfig()
+    reference: ReferenceConfig | None = None
+    """Frozen model that a KL is measured against, or the teacher of a distillation; unset loads none."""
     engine: EngineConfig = EngineConfig()
     refit: RefitConfig = RefitConfig()
     evaluate: EvaluateConfig | None = None
@@ -340,6 +347,21 @@ class RLRecipe(Recipe):
             yield (
                 "advantage.type: found maxrl with a reward that shaping makes negative; allowed: maxrl without "
                 "reward.overlong and with reward.truncated_factor from 0 to 1, as it takes the reward for a pass rate"
+            )
+        distills = self.advantage.type == "on_policy_distill"
+        needs_reference = distills or (kl.coef > 0 and kl.to == "reference")
+        if needs_reference and self.reference is None:
+            key = f"advantage.type = {self.advantage.type}" if distills else "kl.to = reference"
+            yield f"reference: found none with {key}; allowed: reference.path, a model with the policy's tokenizer"
+        if self.reference is not None and not needs_reference:
+            yield (
+                "reference: found one that nothing uses; allowed: none, or kl.coef above 0 with kl.to = reference, or "
+                "advantage.type = on_policy_distill"
+            )
+        if distills and self.filtering.zero_variance == "drop":
+            yield (
+                "filtering.zero_variance: found drop with advantage.type = on_policy_distill, which has no rewards; "
+                "allowed: keep"
             )
         if loss.minibatches > self.rollout.batch_groups:
             yield (

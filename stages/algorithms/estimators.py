@@ -108,6 +108,7 @@ ESTIMATORS = {
     "maxrl": maxrl,
     "reinforce": outcome_reward,
     "gae": outcome_reward,
+    "on_policy_distill": outcome_reward,
 }
 
 

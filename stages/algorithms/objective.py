@@ -26,7 +26,8 @@ from stages.algorithms.losses import LOSSES, PolicyLoss
 class Microbatch:
     """Right-padded to the longest row. All tensors are [rows, seq] but `row_weights` [rows].
 
-    `old_logprobs` are those of the policy before the batch; without them, that is the policy itself.
+    `old_logprobs` are those of the policy before the batch; without them, that is the policy itself. A KL is measured
+    to `reference_logprobs`; without them, to the policy that sampled.
     """
 
     token_ids: torch.Tensor
@@ -38,6 +39,7 @@ class Microbatch:
     advantages: torch.Tensor
     row_weights: torch.Tensor
     old_logprobs: torch.Tensor | None = None
+    reference_logprobs: torch.Tensor | None = None
 
 
 def policy_loss(config: LossChoice) -> Callable[..., PolicyLoss]:
@@ -72,8 +74,9 @@ class Objective:
         policy = self._policy_loss(logprobs, old, batch.advantages, mask)
         losses = torch.where(corrected.weights == 0, 0.0, corrected.weights * policy.losses)
         sums = {f"mismatch_{name}": value for name, value in mismatch_sums(ratio_log, mask).items()}
+        reference = batch.rollout_logprobs if batch.reference_logprobs is None else batch.reference_logprobs
         if kl_coef and self._kl.place == "loss":
-            losses = losses + kl_coef * kl(logprobs, batch.rollout_logprobs, self._kl.kind)
+            losses = losses + kl_coef * kl(logprobs, reference, self._kl.kind)
         if entropy is not None:
             losses = losses - self._entropy_coef * entropy
             sums["entropy"] = _total(entropy.detach(), mask)
@@ -88,7 +91,7 @@ class Objective:
             "units": corrected.units_total,
             "logprob": _total(detached, mask),
             "policy_kl": _total(old - detached, mask),
-            "kl": _total(kl(detached, batch.rollout_logprobs, self._kl.kind), mask),
+            "kl": _total(kl(detached, reference, self._kl.kind), mask),
             "mismatch_max": ratio_log.abs().max(),
         }
         return loss, sums

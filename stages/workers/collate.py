@@ -23,6 +23,7 @@ class TrainRow:
     """What the estimator made of the rollout's reward: the advantage, or what is spread over the tokens."""
     advantages: torch.Tensor | None = None
     old_logprobs: torch.Tensor | None = None
+    reference_logprobs: torch.Tensor | None = None  # [tokens], 0 where not sampled
     weight: float = 0.0
     """Weight of each trained token in the loss of its optimizer step."""
 
@@ -45,6 +46,7 @@ def collate(rows: Sequence[TrainRow], device: torch.device) -> Microbatch:
 
     advantages = [row.advantages for row in rows if row.advantages is not None]
     old_logprobs = [row.old_logprobs for row in rows if row.old_logprobs is not None]
+    reference_logprobs = [row.reference_logprobs for row in rows if row.reference_logprobs is not None]
     weights = [row.weight for row in rows] or [0.0]
     return Microbatch(
         token_ids=padded([row.token_ids for row in rows], torch.int64),
@@ -56,4 +58,5 @@ def collate(rows: Sequence[TrainRow], device: torch.device) -> Microbatch:
         advantages=padded(advantages, torch.float32),
         row_weights=torch.tensor(weights, dtype=torch.float64, device=device),
         old_logprobs=padded(old_logprobs, torch.float32) if old_logprobs else None,
+        reference_logprobs=padded(reference_logprobs, torch.float32) if reference_logprobs else None,
     )

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import random
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -25,8 +25,10 @@ from stages.workers.collate import TrainRow
 from stages.workers.conversations import read_conversations
 from stages.workers.device import Device
 from stages.workers.policy import Policy
+from stages.workers.reference import Reference
 from stages.workers.weight_transfer import GlooSender, NcclSender
 from storage.batches import Batches
+from storage.scores import Scores
 from storage.traces import Traces
 
 
@@ -65,10 +67,29 @@ class ModelWorker:
         if isinstance(self._recipe, RLRecipe):
             self._batches = Batches(self._run_uri)
             self._traces = Traces(self._run_uri)
+            self._scores = Scores(self._run_uri)
+            if (reference := self._recipe.reference) is not None:
+                self._reference = Reference(self._recipe.model, reference.path, self._device)
         elif isinstance(self._recipe, SFTRecipe):
             self._conversations = read_conversations(self._recipe.data, self._recipe.model)
 
     # Training
+
+    def score(self, step: int, trace_rows: Sequence[int], num_tokens: Sequence[int]) -> tuple[str, ...]:
+        """Log-probs of the reference for this rank's share of the rows; fragments of the scores table."""
+        plan = plan_batch(num_tokens, [0] * len(num_tokens), self._num_ranks, self._max_tokens)
+        count = max(place.microbatch for place in plan) + 1
+        numbers = [[i for i, place in enumerate(plan) if place == (0, self._rank, index)] for index in range(count)]
+        chosen = [trace_rows[i] for microbatch in numbers for i in microbatch]
+        rows = dict(zip(chosen, self._rows(step, chosen, [0.0] * len(chosen)), strict=True))
+        found = self._reference.logprobs([[rows[trace_rows[i]] for i in microbatch] for microbatch in numbers])
+        return self._scores.write(
+            [
+                {"step": step, "trace_row": trace_rows[i], "reference_logprobs": logprobs}
+                for microbatch, of_rows in zip(numbers, found, strict=True)
+                for i, logprobs in zip(microbatch, of_rows, strict=True)
+            ]
+        )
 
     def train(self, step: int) -> dict[str, float]:
         """Train the stored batch `step`; returns its metrics, equal on all ranks."""
@@ -82,19 +103,30 @@ class ModelWorker:
         if record[0]["num_ranks"] != self._num_ranks or largest_microbatch(lengths, plan) > self._max_tokens:
             plan = plan_batch(lengths, [place.minibatch for place in plan], self._num_ranks, self._max_tokens)
         mine = [position for position, place in enumerate(plan) if place.rank == self._rank]
-        traces = self._traces.tokens([record[position]["trace_row"] for position in mine])
-        rows = {
-            position: TrainRow(
+        trace_rows = [record[position]["trace_row"] for position in mine]
+        rows = self._rows(step, trace_rows, [record[position]["advantage"] for position in mine])
+        if recipe.reference is not None:
+            for row, logprobs in zip(rows, self._scores.read(step, trace_rows), strict=True):
+                row.reference_logprobs = torch.zeros(len(row.token_ids))
+                row.reference_logprobs[row.mask.sampled] = torch.tensor(logprobs)
+        num_rollouts = len({(row["group_id"], row["rollout"]) for row in record})
+        return self._policy.train(
+            dict(zip(mine, rows, strict=True)), plan, [row["group_id"] for row in record], num_rollouts
+        )
+
+    def _rows(self, step: int, trace_rows: Sequence[int], outcomes: Sequence[float]) -> list[TrainRow]:
+        assert isinstance(self._recipe, RLRecipe)
+        bound = self._recipe.window.max_policy_lag
+        return [
+            TrainRow(
                 trace["token_ids"],
                 trace["logprobs"],
                 token_temperatures(trace["spans"], trace["turns"], len(trace["token_ids"])),
-                action_mask(trace["spans"], len(trace["token_ids"]), step, recipe.window.max_policy_lag),
-                record[position]["advantage"],
+                action_mask(trace["spans"], len(trace["token_ids"]), step, bound),
+                outcome,
             )
-            for position, trace in zip(mine, traces, strict=True)
-        }
-        num_rollouts = len({(row["group_id"], row["rollout"]) for row in record})
-        return self._policy.train(rows, plan, [row["group_id"] for row in record], num_rollouts)
+            for trace, outcome in zip(self._traces.tokens(trace_rows), outcomes, strict=True)
+        ]
 
     def train_conversations(self, step: int) -> dict[str, float]:
         """Supervised step `step`: the policy gradient with advantage 1 on the assistant's tokens, uncorrected."""

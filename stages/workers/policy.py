@@ -20,6 +20,7 @@ from schemas.algorithms import (
     CorrectionConfig,
     KLConfig,
     LossChoice,
+    OnPolicyDistillAdvantage,
     PolicyGradientLoss,
     ReinforceAdvantage,
 )
@@ -71,7 +72,7 @@ class Policy:
         for position, row in rows.items():
             counts[position] = float(row.mask.trained.sum())
         dist.all_reduce(counts)
-        if self._loss.epochs * self._loss.minibatches > 1 or self._is_kl_in_reward:
+        if self._loss.epochs * self._loss.minibatches > 1 or self._reward_coef:
             self._remember_old_logprobs(rows, plan)
         self._spread_outcomes(list(rows.values()))
         sums: defaultdict[str, float] = defaultdict(float)
@@ -123,8 +124,12 @@ class Policy:
             row.advantages = torch.zeros(len(row.token_ids), dtype=torch.float64)
             row.advantages[sampled] = row.outcome
             if isinstance(self._advantage, ReinforceAdvantage) and sampled.any():
-                rewards = token_rewards(row.outcome, self._reward_kl(row), self.kl_coef, int(sampled.sum()))
+                rewards = token_rewards(row.outcome, self._reward_kl(row), self._reward_coef, int(sampled.sum()))
                 row.advantages[sampled] = discounted_returns(rewards, self._advantage.gamma)
+            elif isinstance(self._advantage, OnPolicyDistillAdvantage):
+                log_ratio = self._reward_kl(row)
+                assert log_ratio is not None, "a distillation remembers the old log-probs"
+                row.advantages[sampled] = -self._reward_coef * log_ratio
         if self._advantage is None or self._advantage.type not in WHITENED or not getattr(self._advantage, "whiten", 1):
             return
         own = torch.stack([torch.zeros(3, dtype=torch.float64), *(_moments(row) for row in rows)]).sum(0)
@@ -136,14 +141,19 @@ class Policy:
 
     def _reward_kl(self, row: TrainRow) -> torch.Tensor | None:
         """KL of each sampled token that its reward is reduced by."""
-        if not self._is_kl_in_reward or row.old_logprobs is None:
+        if not self._reward_coef or row.old_logprobs is None:
             return None
-        rollout = torch.as_tensor(row.rollout_logprobs, dtype=torch.float32)
-        return kl(row.old_logprobs, rollout, self._kl.kind)[row.mask.sampled].double()
+        reference = row.reference_logprobs
+        if reference is None:
+            reference = torch.as_tensor(row.rollout_logprobs, dtype=torch.float32)
+        return kl(row.old_logprobs, reference, "k1")[row.mask.sampled].double()
 
     @property
-    def _is_kl_in_reward(self) -> bool:
-        return self._kl.coef > 0 and self._kl.place == "reward"
+    def _reward_coef(self) -> float:
+        """Weight of the log-ratio to the reference in the reward of a token: all there is of it in a distillation."""
+        if isinstance(self._advantage, OnPolicyDistillAdvantage):
+            return 1.0
+        return self.kl_coef if self._kl.place == "reward" else 0.0
 
     def _next_kl_coef(self, found: Mapping[str, float], num_rollouts: int) -> float:
         if self._kl.target is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import ray
@@ -27,6 +28,10 @@ class TrainerGroup:
     async def free_address(self) -> tuple[str, int]:
         address, port = await call(self._names[0], self._actors[0].free_address.remote(), self._timeout)
         return address, port
+
+    async def score(self, step: int, rows: Sequence[int], num_tokens: Sequence[int]) -> list[str]:
+        """Score trace rows for batch `step` by the reference; fragments of the scores table, to be committed."""
+        return [fragment for written in await self._all("score", step, rows, num_tokens) for fragment in written]
 
     async def train(self, step: int) -> dict[str, float]:
         """Train stored batch `step`; its metrics."""
