@@ -41,7 +41,7 @@ def _read(recipe: RLRecipe | SFTRecipe) -> Inputs:
         column(recipe.data.path, read_jsonl(recipe.data.path), recipe.data.messages)
         return Inputs([], [])
     if recipe.reference is not None:
-        check_model(recipe.reference.path)
+        check_model(recipe.reference.path, "reference.path")
     agent, config = load_agent(recipe.agent.entry), recipe.evaluate
     check_arguments(recipe.agent.entry, agent, recipe.agent.args)
     held_out = read_prompts(recipe.prompts, config.path)[: config.num_prompts] if config else []

@@ -149,17 +149,17 @@ def write_atomically(fs: fsspec.AbstractFileSystem, path: str, text: str) -> Non
     fs.mv(partial, path)
 
 
-def check_model(path: str) -> None:
+def check_model(path: str, key: str = "model.path") -> None:
     """Raise RecipeError unless `path` is a model folder or can be a hub id `org/name`."""
     folder = Path(path)
     if folder.is_dir():
         if not (folder / "config.json").is_file():
-            raise RecipeError(f"model.path: {path} has no config.json; allowed: a folder in Hugging Face layout")
+            raise RecipeError(f"{key}: {path} has no config.json; allowed: a folder in Hugging Face layout")
         return
     looks_local = path.startswith((".", "/", "~")) or folder.parent.is_dir()
     if path.count("/") != 1 or looks_local:
         raise RecipeError(
-            f"model.path: found {path}, which does not exist; allowed: an existing folder in Hugging Face "
+            f"{key}: found {path}, which does not exist; allowed: an existing folder in Hugging Face "
             "layout, or a hub id org/name whose org is no folder here"
         )
 
@@ -213,8 +213,10 @@ def _git_revision() -> str | None:
 
 def _files(recipe: Recipe) -> list[Path]:
     """Local files that decide the run: the model's, and the data."""
-    folder = Path(recipe.model.path)
-    files = sorted(file for file in folder.iterdir() if file.is_file()) if folder.is_dir() else []
+    folders = [Path(recipe.model.path)]
+    if isinstance(recipe, RLRecipe) and recipe.reference is not None:
+        folders.append(Path(recipe.reference.path))
+    files = [file for folder in folders if folder.is_dir() for file in sorted(folder.iterdir())]
     if isinstance(recipe, RLRecipe):
         files.append(Path(recipe.prompts.path))
     if isinstance(recipe, SFTRecipe):

@@ -57,6 +57,23 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "temperature 0": ({"rollout": {"sampling": {"temperature": 0, "max_tokens": 8}}}, "temperature: found 0; allowed"),
     "top_p": ({"rollout": {"sampling": {"top_p": 0.9, "max_tokens": 8}}}, "rollout.sampling: found top_p=0.9"),
     "an adaptive KL without weight": ({"kl": {"target": 0.1}}, "target: found 0.1 with coef = 0"),
+    "a distillation without teacher": (
+        {"advantage": {"type": "on_policy_distill"}},
+        "reference: found none with advantage.type = on_policy_distill; allowed: reference.path",
+    ),
+    "a KL to a reference that is not there": (
+        {"kl": {"coef": 0.1, "to": "reference"}},
+        "reference: found none with kl.to = reference",
+    ),
+    "a reference without use": ({"reference": {"path": "m"}}, "reference: found one that nothing uses"),
+    "a distillation that drops equal rewards": (
+        {
+            "advantage": {"type": "on_policy_distill"},
+            "reference": {"path": "m"},
+            "filtering": {"zero_variance": "drop"},
+        },
+        "zero_variance: found drop with advantage.type = on_policy_distill",
+    ),
     "an estimator that nobody has": ({"advantage": {"type": "gpro"}}, "does not match any of the expected tags"),
 }
 
@@ -77,6 +94,8 @@ def test_a_combination_without_meaning_is_refused(name: str) -> None:
             "rollout": {"group_size": 1, "min_group_size": 1, "sampling": {"max_tokens": 8}},
         },
         {"correction": {"level": "seq", "gate": "binary_kl", "low": 0, "high": 0.01}},
+        {"advantage": {"type": "on_policy_distill"}, "reference": {"path": "m"}},
+        {"kl": {"coef": 0.1, "to": "reference"}, "reference": {"path": "m"}},
         {"correction": {"mode": "trunc"}, "loss": {"type": "gspo"}},
         {"kl": {"coef": 0.1, "kind": "k3+", "target": 0.05}},
         {"correction": {"level": "off"}, "window": {"max_policy_lag": 0}},

@@ -154,6 +154,39 @@ def test_the_ratio_is_to_the_policy_before_the_batch(make_recipe: Callable[..., 
     assert metrics["train/policy_kl"] != 0
 
 
+def test_a_teacher_that_is_the_policy_teaches_nothing_and_another_one_its_log_ratio(
+    make_recipe: Callable[..., RLRecipe], device: Device
+) -> None:
+    recipe = make_recipe(
+        "distil",
+        advantage={"type": "on_policy_distill"},
+        reference={"path": "teacher"},
+        correction={"level": "off"},
+        window={"max_policy_lag": 0},
+        trainer={"optimizer": {"type": "adamw", "lr": 1e-30}},
+    )
+    trained = Trained(recipe, device)
+    rows = make_rows()
+    for row in rows:
+        row.reference_logprobs = torch.zeros(len(row.token_ids))
+    trained.train(rows)
+    own = [row.old_logprobs for row in rows]
+    gradient = trained.gradients.pop()
+    assert gradient.abs().max() > 1e-3
+    # a teacher that is as sure of every token as the policy, and one whose log-probs are 0.5 higher on each
+    for shift, scale in ((0.0, 0.0), (0.5, 0.5)):
+        rows = make_rows()
+        for row, logprobs in zip(rows, own, strict=True):
+            assert logprobs is not None
+            row.reference_logprobs = (logprobs + shift) * row.mask.sampled
+        metrics = trained.train(rows)
+        assert metrics["kl/mean"] == pytest.approx(shift**2 / 2, abs=1e-6)  # k2 of a log-ratio of -shift
+        for row in rows:
+            assert row.advantages is not None
+            assert row.advantages[row.mask.sampled].tolist() == pytest.approx([scale] * int(row.mask.sampled.sum()))
+    assert len(trained.gradients) == 1, "without any advantage there is no step"
+
+
 def test_the_kl_coefficient_follows_what_was_measured(
     make_recipe: Callable[..., RLRecipe], device: Device, tmp_path: Path
 ) -> None:
