@@ -1,9 +1,10 @@
-"""Agents written for another framework's contract run with only their imports changed: an `Env`, and a `ChatAgent` over
+"""What READMEs show runs as it stands there. Agents written for another framework's contract run with only their imports changed: an `Env`, and a `ChatAgent` over
 the SDKs of OpenAI and Anthropic, each behind an `AgentRunner`."""
 
 from __future__ import annotations
 
 import asyncio
+import textwrap
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -12,13 +13,15 @@ import pytest
 
 from schemas.errors import RecipeError
 from schemas.recipe import AgentConfig, SamplingConfig
-from schemas.types import GroupTask, ParseOptions, Prompt, Status
+from schemas.types import Filtered, GroupTask, ParseOptions, Prompt, Status
+from stages.advantage import advantage
 from stages.agents.contract import load_agent
 from stages.agents.loop import run_env
 from stages.capture.marks import Marks
 from stages.capture.recorder import Recorder
 from stages.capture.rollout import run_chat
 from stages.capture.server import CaptureServer
+from tests.builders import group, recipe
 from tests.chats import renderer
 from tests.test_capture_server import Engine
 
@@ -121,3 +124,13 @@ def test_a_runner_that_cannot_be_made_or_names_no_agent_is_refused(tmp_path: Pat
         load(tmp_path, ENV.replace("super().__init__(MathEnv)", "super().__init__(Missing)"))
     with pytest.raises(RecipeError, match=r"AgentRunner is 7; allowed: a subclass of stages\.agents' Env or ChatAgent"):
         load(tmp_path, ENV.replace("super().__init__(MathEnv)", "super().__init__(7)"))
+
+
+def test_the_estimator_of_the_readme_takes_part_in_a_batch(tmp_path: Path) -> None:
+    readme = (Path(__file__).parents[1] / "README.md").read_text()
+    start = readme.index("    def median_baseline")
+    code = readme[start : readme.index("\n\n    .venv", start)]
+    (tmp_path / "mine.py").write_text(textwrap.dedent(code))
+    custom = {"type": "custom", "function": f"{tmp_path}/mine.py:median_baseline"}
+    batch = advantage(Filtered([group(0, rewards=[1, 2, 6]), group(1, rewards=[5, 0, 0])]), 0, recipe(advantage=custom))
+    assert [segment.advantage for segment in batch.segments] == [-1, 0, 4, 5, 0, 0]  # medians 2 and 0
