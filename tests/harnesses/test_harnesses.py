@@ -19,6 +19,7 @@ from tests.harnesses.scripted import DONE, MARKER, Engine, play
 pytestmark = [pytest.mark.harnesses, pytest.mark.timeout(900)]  # the first run installs
 each_harness = pytest.mark.parametrize("harness", HARNESSES, ids=lambda harness: harness.name)
 
+
 @pytest.mark.parametrize("thought", ["", "Look first."], ids=["plain", "thinks"])
 @each_harness
 async def test_a_harness_runs_its_tool_and_is_recorded_token_by_token(

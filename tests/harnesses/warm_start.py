@@ -1,0 +1,123 @@
+"""A tiny model that works in the harnesses: trained in seconds to say what a scripted engine said in them.
+
+A harness's prompts are long and nearly the same each time. The tokenizer is trained on them, without splitting at
+words, so that 77 kB become 1,200 tokens. The model sees no further back than `RECEPTIVE_FIELD` tokens and positions are
+relative, so training on the ends of prompts is exact, and quick.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from pathlib import Path
+from typing import Any
+
+from recipes.calculator.prepare import CHAT_TEMPLATE, SPECIAL_TOKENS
+from recipes.quickstart.prepare import build_model
+from stages.agents.rendering import ChatRenderer
+from stages.capture.segments import CapturedSegment
+from tests.chats import renderer as toy_renderer
+from tests.harnesses.clients import HARNESSES, Harness
+from tests.harnesses.scripted import COMMAND, MARKER, Engine, play
+from tests.real.warm_start import Row, train
+
+NUM_PRINTED = 401 * 5
+"""Tokens that a long command prints: one each for digits and ends of lines."""
+VOCABULARY_SIZE = 24_576
+MAX_TOKENS = 16_384
+WINDOW = 64
+RECEPTIVE_FIELD = 2 * (WINDOW - 1) + 1
+"""Of two layers, each of which sees the window that ends with a token."""
+NUM_VARIANTS = 8
+NUM_STEPS = 250
+BATCH_SIZE = 16
+
+
+def long_command(harness: Harness) -> str:
+    """Its own in each harness: behind a long result, the model sees nothing else of which one it works in."""
+    first = 1000 * (1 + HARNESSES.index(harness))
+    return f"seq {first} {first + 400}"
+
+
+def compact_at(num_prompt_tokens: int) -> int:
+    """A limit that a conversation passes once the long command has printed, and not before."""
+    return num_prompt_tokens + NUM_PRINTED // 2
+
+
+async def record(harness: Harness, folder: Path) -> list[CapturedSegment]:
+    """What a scripted engine said in a run, and in one that compacts its conversation; the main one is the first."""
+    commands = (long_command(harness), COMMAND)
+    recorded: list[CapturedSegment] = []
+    limit = None
+    for name in ("whole", "compacted"):
+        place = folder / name
+        place.mkdir(parents=True)
+        recorder, status, printed = await play(harness, Engine(harness.shell_tools, commands=commands), place, limit)
+        assert status == 0, printed
+        recorded += sorted(recorder.session.segments(), key=lambda segment: not segment.tools)
+        limit = compact_at(recorded[0].spans[0]["start"])
+    return recorded
+
+
+def warm_model(folder: Path, recorded: list[CapturedSegment], seed: int = 0) -> None:
+    """Write a model in Hugging Face layout to `folder` that says what was said in the recorded segments."""
+    from transformers import AutoConfig
+
+    build_model(folder, seed, _tokenizer(recorded), CHAT_TEMPLATE, MAX_TOKENS)
+    config = AutoConfig.from_pretrained(folder)
+    config.use_sliding_window, config.sliding_window = True, WINDOW
+    config.layer_types = ["sliding_attention"] * config.num_hidden_layers
+    config.save_pretrained(folder)
+
+    draw, renderer = random.Random(seed), ChatRenderer(str(folder))
+    rows = [row for segment in recorded for _ in range(NUM_VARIANTS) for row in _rows(segment, renderer, draw)]
+    special = set(renderer.tokenizer.all_special_ids)
+
+    def noisy(row: Row) -> Row:
+        """Paths, dates and ids are others in each run, so what a turn depends on must be more than a token here or
+        there."""
+        prompt, answer = row
+        rate = draw.uniform(0, 0.3)
+        return [
+            token if token in special or draw.random() > rate else draw.randrange(VOCABULARY_SIZE) for token in prompt
+        ], answer
+
+    train(folder, lambda: [noisy(row) for row in draw.choices(rows, k=BATCH_SIZE)], NUM_STEPS, seed)
+
+
+def _tokenizer(recorded: list[CapturedSegment]) -> Any:
+    """Bytes, and merges as long as what the recorded conversations repeat. Digits are tokens of their own."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    split = pre_tokenizers.Split(Regex(r"[0-9]"), "isolated")
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(False, use_regex=False)])
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCABULARY_SIZE,
+        special_tokens=SPECIAL_TOKENS,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    template = toy_renderer(CHAT_TEMPLATE)
+    texts = [template.render(segment.messages, segment.tools) for segment in recorded]
+    ends = "|".join(re.escape(token) for token in SPECIAL_TOKENS)
+    tokenizer.train_from_iterator([part for text in texts for part in re.split(ends, text)], trainer)
+    return tokenizer
+
+
+def _rows(segment: CapturedSegment, renderer: ChatRenderer, draw: random.Random) -> list[Row]:
+    """The turns of a conversation, whose marker is another number each time."""
+    one, other = draw.randint(2, 9), draw.randint(2, 9)
+    text = json.dumps(segment.messages)
+    text = text.replace(COMMAND, f"echo marker-$(({one} * {other}))").replace(MARKER, f"marker-{one * other}")
+    messages = json.loads(text)
+    turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
+    return [
+        (
+            renderer.prompt(messages[:index], segment.tools)[-RECEPTIVE_FIELD:],
+            renderer.answer(messages[:index], messages[index], segment.tools),
+        )
+        for index in turns
+    ]
