@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import random
 import shutil
 import signal
 import subprocess
@@ -19,6 +20,8 @@ from pathlib import Path
 
 INSTALL_SECONDS = 600
 RUN_SECONDS = 120
+LOG = "log.txt"
+NUM_LOGGED = 300
 TASK = "Run the shell command that prints the marker, then say that you are done."
 
 
@@ -55,10 +58,16 @@ class Harness:
         return program
 
     async def run(self, program: Path, place: Place, folder: Path) -> tuple[int | None, str]:
-        """Its exit status and all that it printed; the status is None when it did not end in time."""
+        """Its exit status and all that it printed; the status is None when it did not end in time.
+
+        It works in a folder with a log: lines of its name and a number.
+        """
         home, work = folder / "home", folder / "work"
         for path in (home, work):
             path.mkdir()
+        (work / LOG).write_text(
+            "".join(f"{self.name} {random.randrange(10_000, 100_000)}\n" for _ in range(NUM_LOGGED))
+        )
         node = shutil.which("node")
         assert node is not None
         process = await asyncio.create_subprocess_exec(

@@ -18,12 +18,14 @@ from recipes.quickstart.prepare import build_model
 from stages.agents.rendering import ChatRenderer
 from stages.capture.segments import CapturedSegment
 from tests.chats import renderer as toy_renderer
-from tests.harnesses.clients import HARNESSES, Harness
+from tests.harnesses.clients import LOG, NUM_LOGGED, Harness
 from tests.harnesses.scripted import COMMAND, MARKER, Engine, play
 from tests.real.warm_start import Row, train
 
-NUM_PRINTED = 401 * 5
-"""Tokens that a long command prints: one each for digits and ends of lines."""
+LONG_COMMAND = f"cat {LOG}"
+"""The model sees nothing but the end of a long result, so it is there that the name of the harness stands."""
+NUM_PRINTED = NUM_LOGGED * 6
+"""Tokens that it prints at least: the digits of each line, and its name."""
 VOCABULARY_SIZE = 24_576
 MAX_TOKENS = 16_384
 WINDOW = 64
@@ -34,12 +36,6 @@ NUM_STEPS = 250
 BATCH_SIZE = 16
 
 
-def long_command(harness: Harness) -> str:
-    """Its own in each harness: behind a long result, the model sees nothing else of which one it works in."""
-    first = 1000 * (1 + HARNESSES.index(harness))
-    return f"seq {first} {first + 400}"
-
-
 def compact_at(num_prompt_tokens: int) -> int:
     """A limit that a conversation passes once the long command has printed, and not before."""
     return num_prompt_tokens + NUM_PRINTED // 2
@@ -47,7 +43,7 @@ def compact_at(num_prompt_tokens: int) -> int:
 
 async def record(harness: Harness, folder: Path) -> list[CapturedSegment]:
     """What a scripted engine said in a run, and in one that compacts its conversation; the main one is the first."""
-    commands = (long_command(harness), COMMAND)
+    commands = (LONG_COMMAND, COMMAND)
     recorded: list[CapturedSegment] = []
     limit = None
     for name in ("whole", "compacted"):
