@@ -58,7 +58,7 @@ async def played(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Play
     for harness in HARNESSES:
         installed(harness)
     recorded = await asyncio.gather(*(record(harness, folder / harness.name) for harness in HARNESSES))
-    warm_model(folder / "model", [segment for segments in recorded for segment in segments])
+    warm_model(folder / "model", [conversation for of_one in recorded for conversation in of_one])
     recipe = RLRecipe.model_validate(
         {
             "kind": "rl",
@@ -75,8 +75,7 @@ async def played(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Play
     async with open_policy(recipe) as policy:
         prompts = {}
         for harness, (main, *_) in zip(HARNESSES, recorded, strict=True):
-            before = next(index for index, message in enumerate(main.messages) if message["role"] == "assistant")
-            prompts[harness.name] = len(policy.renderer.prompt(main.messages[:before], main.tools))
+            prompts[harness.name] = len(policy.renderer.prompt(main.messages[: main.turns[0]], main.tools))
         yield Played(policy, prompts)
 
 

@@ -10,13 +10,14 @@ from __future__ import annotations
 import json
 import random
 import re
+import string
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from recipes.calculator.prepare import CHAT_TEMPLATE, SPECIAL_TOKENS
 from recipes.quickstart.prepare import build_model
 from stages.agents.rendering import ChatRenderer
-from stages.capture.segments import CapturedSegment
 from tests.chats import renderer as toy_renderer
 from tests.harnesses.clients import LOG, NUM_LOGGED, Harness
 from tests.harnesses.scripted import COMMAND, MARKER, Engine, play
@@ -26,12 +27,14 @@ LONG_COMMAND = f"cat {LOG}"
 """The model sees nothing but the end of a long result, so it is there that the name of the harness stands."""
 NUM_PRINTED = NUM_LOGGED * 6
 """Tokens that it prints at least: the digits of each line, and its name."""
+FOLDER = "/tmp/folder-of-the-run"
 VOCABULARY_SIZE = 24_576
 MAX_TOKENS = 16_384
 WINDOW = 64
 RECEPTIVE_FIELD = 2 * (WINDOW - 1) + 1
 """Of two layers, each of which sees the window that ends with a token."""
 NUM_VARIANTS = 8
+MAX_NOISE = 0.3
 NUM_STEPS = 250
 BATCH_SIZE = 16
 
@@ -41,23 +44,39 @@ def compact_at(num_prompt_tokens: int) -> int:
     return num_prompt_tokens + NUM_PRINTED // 2
 
 
-async def record(harness: Harness, folder: Path) -> list[CapturedSegment]:
-    """What a scripted engine said in a run, and in one that compacts its conversation; the main one is the first."""
+@dataclass(frozen=True)
+class Conversation:
+    """What a scripted engine took part in, `FOLDER` standing for the one that the harness ran in."""
+
+    messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]]
+
+    @property
+    def turns(self) -> list[int]:
+        """Where in `messages` the engine speaks."""
+        return [index for index, message in enumerate(self.messages) if message["role"] == "assistant"]
+
+
+async def record(harness: Harness, folder: Path) -> list[Conversation]:
+    """The conversations of a run, and of one that compacts the main one, which comes first."""
     commands = (LONG_COMMAND, COMMAND)
-    recorded: list[CapturedSegment] = []
+    recorded: list[Conversation] = []
     limit = None
     for name in ("whole", "compacted"):
         place = folder / name
         place.mkdir(parents=True)
         recorder, status, printed = await play(harness, Engine(harness.shell_tools, commands=commands), place, limit)
         assert status == 0, printed
-        recorded += sorted(recorder.session.segments(), key=lambda segment: not segment.tools)
-        limit = compact_at(recorded[0].spans[0]["start"])
+        segments = sorted(recorder.session.segments(), key=lambda segment: not segment.tools)
+        for segment in segments:
+            messages = json.loads(json.dumps(segment.messages).replace(str(place), FOLDER))
+            recorded.append(Conversation(messages, segment.tools))
+        limit = limit or compact_at(segments[0].spans[0]["start"])
     return recorded
 
 
-def warm_model(folder: Path, recorded: list[CapturedSegment], seed: int = 0) -> None:
-    """Write a model in Hugging Face layout to `folder` that says what was said in the recorded segments."""
+def warm_model(folder: Path, recorded: list[Conversation], seed: int = 0) -> None:
+    """Write a model in Hugging Face layout to `folder` that says what was said in the recorded conversations."""
     from transformers import AutoConfig
 
     build_model(folder, seed, _tokenizer(recorded), CHAT_TEMPLATE, MAX_TOKENS)
@@ -67,14 +86,13 @@ def warm_model(folder: Path, recorded: list[CapturedSegment], seed: int = 0) -> 
     config.save_pretrained(folder)
 
     draw, renderer = random.Random(seed), ChatRenderer(str(folder))
-    rows = [row for segment in recorded for _ in range(NUM_VARIANTS) for row in _rows(segment, renderer, draw)]
+    rows = [row for conversation in recorded * NUM_VARIANTS for row in _rows(conversation, renderer, draw)]
     special = set(renderer.tokenizer.all_special_ids)
 
     def noisy(row: Row) -> Row:
-        """Paths, dates and ids are others in each run, so what a turn depends on must be more than a token here or
-        there."""
+        """Dates and ids are others in each run, so what a turn depends on must be more than a token here or there."""
         prompt, answer = row
-        rate = draw.uniform(0, 0.3)
+        rate = draw.uniform(0, MAX_NOISE)
         return [
             token if token in special or draw.random() > rate else draw.randrange(VOCABULARY_SIZE) for token in prompt
         ], answer
@@ -82,7 +100,7 @@ def warm_model(folder: Path, recorded: list[CapturedSegment], seed: int = 0) -> 
     train(folder, lambda: [noisy(row) for row in draw.choices(rows, k=BATCH_SIZE)], NUM_STEPS, seed)
 
 
-def _tokenizer(recorded: list[CapturedSegment]) -> Any:
+def _tokenizer(recorded: list[Conversation]) -> Any:
     """Bytes, and merges as long as what the recorded conversations repeat. Digits are tokens of their own."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -97,23 +115,23 @@ def _tokenizer(recorded: list[CapturedSegment]) -> Any:
         show_progress=False,
     )
     template = toy_renderer(CHAT_TEMPLATE)
-    texts = [template.render(segment.messages, segment.tools) for segment in recorded]
+    texts = [template.render(conversation.messages, conversation.tools) for conversation in recorded]
     ends = "|".join(re.escape(token) for token in SPECIAL_TOKENS)
     tokenizer.train_from_iterator([part for text in texts for part in re.split(ends, text)], trainer)
     return tokenizer
 
 
-def _rows(segment: CapturedSegment, renderer: ChatRenderer, draw: random.Random) -> list[Row]:
-    """The turns of a conversation, whose marker is another number each time."""
+def _rows(conversation: Conversation, renderer: ChatRenderer, draw: random.Random) -> list[Row]:
+    """The turns of a conversation, with another marker and in another folder each time."""
     one, other = draw.randint(2, 9), draw.randint(2, 9)
-    text = json.dumps(segment.messages)
+    folder = "/tmp/" + "".join(draw.choices(string.ascii_lowercase + string.digits + "-_/", k=draw.randint(10, 60)))
+    text = json.dumps(conversation.messages).replace(FOLDER, folder)
     text = text.replace(COMMAND, f"echo marker-$(({one} * {other}))").replace(MARKER, f"marker-{one * other}")
-    messages = json.loads(text)
-    turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
+    messages, tools = json.loads(text), conversation.tools
     return [
         (
-            renderer.prompt(messages[:index], segment.tools)[-RECEPTIVE_FIELD:],
-            renderer.answer(messages[:index], messages[index], segment.tools),
+            renderer.prompt(messages[:turn], tools)[-RECEPTIVE_FIELD:],
+            renderer.answer(messages[:turn], messages[turn], tools),
         )
-        for index in turns
+        for turn in conversation.turns
     ]
