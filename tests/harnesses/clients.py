@@ -22,6 +22,7 @@ INSTALL_SECONDS = 600
 RUN_SECONDS = 120
 LOG = "log.txt"
 NUM_LOGGED = 300
+"""Lines of the log, each the name of the harness and a number of ten digits."""
 TASK = "Run the shell command that prints the marker, then say that you are done."
 
 
@@ -60,14 +61,12 @@ class Harness:
     async def run(self, program: Path, place: Place, folder: Path) -> tuple[int | None, str]:
         """Its exit status and all that it printed; the status is None when it did not end in time.
 
-        It works in a folder with a log: lines of its name and a number.
+        It works in a folder that holds a log.
         """
         home, work = folder / "home", folder / "work"
         for path in (home, work):
             path.mkdir()
-        (work / LOG).write_text(
-            "".join(f"{self.name} {random.randrange(10_000, 100_000)}\n" for _ in range(NUM_LOGGED))
-        )
+        (work / LOG).write_text("".join(f"{self.name} {random.randrange(10**9, 10**10)}\n" for _ in range(NUM_LOGGED)))
         node = shutil.which("node")
         assert node is not None
         process = await asyncio.create_subprocess_exec(

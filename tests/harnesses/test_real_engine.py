@@ -9,7 +9,6 @@ prints much, then one that prints a marker, whose number it draws, and then says
 from __future__ import annotations
 
 import asyncio
-import json
 import re
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
@@ -23,7 +22,7 @@ from stages.capture.segments import CapturedSegment
 from tests.harnesses.clients import HARNESSES, NUM_LOGGED, Harness, Place
 from tests.harnesses.scripted import DONE, installed
 from tests.harnesses.warm_start import LONG_COMMAND, MAX_TOKENS, compact_at, record, warm_model
-from tests.real.policies import Policy, holds, is_rendered_as_stored, open_policy
+from tests.real.policies import Policy, holds, is_rendered_as_stored, logprobs_are_the_models, open_policy
 
 pytestmark = [
     pytest.mark.harnesses,
@@ -41,7 +40,8 @@ COMPACTED = {
     "opencode": [("new", True), ("new", False), ("new", True)],
 }
 """The main conversation, the request for a summary, the conversation that goes on from it: why its segment began, and
-whether it has tools. Claude Code asks for the summary in place of the last call, Codex without its tools."""
+whether it has tools. Claude Code asks for the summary in place of the last call, Codex without its tools, and opencode
+in a conversation of its own."""
 
 
 @dataclass
@@ -91,7 +91,13 @@ async def run(policy: Policy, harness: Harness, folder: Path, compact_at: int | 
     holds(policy, segments)
     for segment in segments:
         is_rendered_as_stored(policy, segment)
+        logprobs_are_the_models(policy, segment)
     return segments
+
+
+def is_title(segment: CapturedSegment) -> bool:
+    """Whether it is opencode's side request for a title."""
+    return "You are a title generator" in segment.messages[0]["content"]
 
 
 def executed(segment: CapturedSegment) -> list[tuple[str, str]]:
@@ -116,8 +122,8 @@ async def test_a_harness_runs_the_calls_that_a_real_engine_sampled(
     played: Played, harness: Harness, tmp_path: Path
 ) -> None:
     segments = await run(played.policy, harness, tmp_path)
-    (main,) = [segment for segment in segments if segment.tools]
-    assert [segment.opened for segment in segments] == ["new"] * len(segments)
+    (main,) = [segment for segment in segments if not is_title(segment)]
+    assert all(segment.opened == "new" for segment in segments)
     assert len(main.turns) == 3 == sum(message["role"] == "assistant" for message in main.messages)
     (long, much), (marker, printed) = executed(main)
     assert long == LONG_COMMAND and much.count(f"{harness.name} ") == NUM_LOGGED
@@ -132,9 +138,8 @@ async def test_a_harness_that_compacts_its_conversation_goes_on_in_a_new_segment
 ) -> None:
     limit = compact_at(played.num_prompt_tokens[harness.name])
     segments = await run(played.policy, harness, tmp_path, limit)
-    titles = [segment for segment in segments if "title" in json.dumps(segment.messages[0])]
-    main, summary, rest = [segment for segment in segments if segment not in titles]
+    main, summary, rest = [segment for segment in segments if not is_title(segment)]
     assert [(segment.opened, bool(segment.tools)) for segment in (main, summary, rest)] == COMPACTED[harness.name]
-    assert len(main.turns) == 2 and len(summary.turns) == len(rest.turns) == 1
+    assert [len(segment.turns) for segment in (main, summary, rest)] == [2, 1, 1], "no turn is in two segments"
     assert len(main.token_ids) > limit > len(rest.token_ids), "what was printed is in the first one only"
     assert rest.messages[-1]["content"] == DONE

@@ -23,10 +23,11 @@ from tests.harnesses.clients import LOG, NUM_LOGGED, Harness
 from tests.harnesses.scripted import COMMAND, MARKER, Engine, play
 from tests.real.warm_start import Row, train
 
-LONG_COMMAND = f"cat {LOG}"
-"""The model sees nothing but the end of a long result, so it is there that the name of the harness stands."""
-NUM_PRINTED = NUM_LOGGED * 6
-"""Tokens that it prints at least: the digits of each line, and its name."""
+LONG_COMMAND = f"sort {LOG}"
+"""The model sees nothing but the end of a long result, so the name of the harness stands there. Not `cat`, which Claude
+Code takes for the reading of a file, and shows the file again behind a summary."""
+NUM_PRINTED = NUM_LOGGED * 11
+"""Tokens that it prints at least: in each line a name and ten digits."""
 FOLDER = "/tmp/folder-of-the-run"
 VOCABULARY_SIZE = 24_576
 MAX_TOKENS = 16_384
@@ -40,8 +41,11 @@ BATCH_SIZE = 16
 
 
 def compact_at(num_prompt_tokens: int) -> int:
-    """A limit that a conversation passes once the long command has printed, and not before."""
-    return num_prompt_tokens + NUM_PRINTED // 2
+    """A limit that a conversation passes once the engine has counted what the long command printed.
+
+    It does not pass it before: harnesses guess the size of a new result, as a token for 4 bytes, at half of what it is.
+    """
+    return num_prompt_tokens + NUM_PRINTED * 3 // 4
 
 
 @dataclass(frozen=True)
@@ -122,10 +126,11 @@ def _tokenizer(recorded: list[Conversation]) -> Any:
 
 
 def _rows(conversation: Conversation, renderer: ChatRenderer, draw: random.Random) -> list[Row]:
-    """The turns of a conversation, with another marker and in another folder each time."""
+    """The turns of a conversation, with another marker, another log and in another folder each time."""
     one, other = draw.randint(2, 9), draw.randint(2, 9)
     folder = "/tmp/" + "".join(draw.choices(string.ascii_lowercase + string.digits + "-_/", k=draw.randint(10, 60)))
     text = json.dumps(conversation.messages).replace(FOLDER, folder)
+    text = re.sub(r"\b\d{10}\b", lambda _: str(draw.randrange(10**9, 10**10)), text)
     text = text.replace(COMMAND, f"echo marker-$(({one} * {other}))").replace(MARKER, f"marker-{one * other}")
     messages, tools = json.loads(text), conversation.tools
     return [

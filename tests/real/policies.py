@@ -82,6 +82,22 @@ def holds(policy: Policy, segments: list[CapturedSegment]) -> None:
     assert sorted(stored) == sorted(sampled)
 
 
+def logprobs_are_the_models(policy: Policy, segment: CapturedSegment) -> None:
+    """Each sampled token has the log-prob that the model gives it behind all the stored tokens before it."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(policy.recipe.model.path, dtype=torch.float32)
+    token_ids = torch.tensor(segment.token_ids)  # [seq]
+    with torch.no_grad():
+        hidden = model.model(input_ids=token_ids[None]).last_hidden_state[0]  # [seq, hidden]
+        for start, end in _turns(segment):
+            logits = model.lm_head(hidden[start - 1 : end - 1])  # [turn, vocabulary]
+            logprobs = torch.log_softmax(logits / policy.recipe.rollout.sampling.temperature, -1)
+            expected = logprobs.gather(-1, token_ids[start:end, None])[:, 0]
+            torch.testing.assert_close(torch.tensor(segment.logprobs[start:end]), expected, atol=1e-3, rtol=0)
+
+
 def _turns(segment: CapturedSegment) -> Iterator[tuple[int, int]]:
     """Where each sampled turn starts and ends."""
     for turn in range(len(segment.turns)):
