@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 import string
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -35,10 +36,6 @@ Row = tuple[list[int], list[int]]
 
 def warm_model(folder: Path, thinks: bool, seed: int = 0) -> Path:
     """A model in Hugging Face layout whose turns are calls or answers, each behind a thought if it `thinks`."""
-    import torch
-    from torch.nn.functional import cross_entropy
-    from transformers import AutoModelForCausalLM
-
     tokenizer = build_tokenizer()
     if thinks:
         tokenizer.add_special_tokens(["<think>", "</think>"])
@@ -46,19 +43,33 @@ def warm_model(folder: Path, thinks: bool, seed: int = 0) -> Path:
     draw, renderer = random.Random(seed), ChatRenderer(str(folder))
     rows = [_row(renderer, draw, thinks, is_call=number % 2 == 0) for number in range(NUM_ROWS)]
     rows.sort(key=lambda row: len(row[0]) + len(row[1]))  # rows of a batch are about as long, so little is padding
+
+    def batch() -> list[Row]:
+        first = draw.randrange(NUM_ROWS - BATCH_SIZE + 1)
+        return rows[first : first + BATCH_SIZE]
+
+    train(folder, batch, NUM_STEPS, seed)
+    return folder
+
+
+def train(folder: Path, batch: Callable[[], list[Row]], num_steps: int, seed: int) -> None:
+    """Train the model in `folder` on the turns of the rows, drawn anew for each step."""
+    import torch
+    from torch.nn.functional import cross_entropy
+    from transformers import AutoModelForCausalLM
+
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)  # more only wait for each other on a machine that is busy
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.0)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, LEARNING_RATE, NUM_STEPS, pct_start=0.15)
-    for _ in range(NUM_STEPS):
-        first = draw.randrange(NUM_ROWS - BATCH_SIZE + 1)
-        batch = rows[first : first + BATCH_SIZE]
-        longest = max(len(prompt) + len(answer) for prompt, answer in batch)
-        token_ids = torch.zeros(BATCH_SIZE, longest, dtype=torch.long)  # [batch, seq]
-        wanted = torch.full((BATCH_SIZE, longest), -100)  # [batch, seq]
-        for index, (prompt, answer) in enumerate(batch):
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, LEARNING_RATE, num_steps, pct_start=0.15)
+    for _ in range(num_steps):
+        rows = batch()
+        longest = max(len(prompt) + len(answer) for prompt, answer in rows)
+        token_ids = torch.zeros(len(rows), longest, dtype=torch.long)  # [batch, seq]
+        wanted = torch.full((len(rows), longest), -100)  # [batch, seq]
+        for index, (prompt, answer) in enumerate(rows):
             end = len(prompt) + len(answer)
             token_ids[index, :end] = torch.tensor(prompt + answer)
             wanted[index, len(prompt) - 1 : end - 1] = torch.tensor(answer)
@@ -73,7 +84,6 @@ def warm_model(folder: Path, thinks: bool, seed: int = 0) -> Path:
     torch.set_num_threads(num_threads)
     assert loss.item() < 1.5, f"the warm start did not learn: loss {loss.item()}"
     model.save_pretrained(folder)
-    return folder
 
 
 def _row(renderer: ChatRenderer, draw: random.Random, thinks: bool, is_call: bool) -> Row:
