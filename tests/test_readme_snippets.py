@@ -1,4 +1,6 @@
-"""What READMEs show runs as it stands there. Agents written for another framework's contract run with only their imports changed: an `Env`, and a `ChatAgent` over
+"""What READMEs show runs as it stands there.
+
+Agents written for another framework's contract run with only their imports changed: an `Env`, and a `ChatAgent` over
 the SDKs of OpenAI and Anthropic, each behind an `AgentRunner`."""
 
 from __future__ import annotations

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from recipes.quickstart.prepare import build
 from schemas.loading import dump_recipe
 from schemas.recipe import RLRecipe
 from stages.agents.rendering import ChatRenderer
@@ -22,6 +23,7 @@ from storage.batches import Batches, Outcomes
 from storage.ledger import read_ledger
 from storage.metrics import read_metrics
 from storage.runs import RunFolder
+from storage.scores import Scores
 from storage.traces import Traces
 from tests.real.conftest import moltflow
 
@@ -182,6 +184,35 @@ async def test_two_ranks_train_the_same_stored_batches_to_the_same_losses_as_one
     live = [line["train/loss"] for line in read_metrics(run)[:5]]
     assert losses[1] == pytest.approx(live, abs=1e-5), "training from the store is what the live run did"
     assert any(abs(loss) > 1e-3 for loss in live)
+
+
+def test_a_distillation_brings_the_policy_closer_to_its_teacher(
+    make_recipe: Callable[..., RLRecipe], tmp_path: Path
+) -> None:
+    """Through the flow: the reference scores every row before the batch is recorded; several steps train a batch."""
+    build(tmp_path / "teacher", seed=1)
+    recipe = make_recipe(
+        "distilled",
+        reference={"path": str(tmp_path / "teacher" / "model")},
+        advantage={"type": "on_policy_distill"},
+        loss={"type": "ppo", "minibatches": 2},
+        kl={"kind": "k3"},
+        trainer={"optimizer": {"type": "adamw", "lr": 3e-3}},
+        max_steps=30,
+    )
+    path, run = _write(recipe)
+    _finish(path)
+    lines = read_metrics(run)
+    distances = [line["kl/mean"] for line in lines]
+    assert sum(distances[-3:]) < 0.75 * sum(distances[:3]), distances
+    assert all(line["train/updates"] == 2 for line in lines)
+    traces = Traces(run.uri)
+    for step in (0, 29):
+        rows = [row["trace_row"] for row in Batches(run.uri).read(step)]
+        stored = traces.table.take(rows, ["num_sampled"])
+        scores = Scores(run.uri).read(step, rows)
+        assert [len(logprobs) for logprobs in scores] == [row["num_sampled"] for row in stored]
+        assert all(logprob < 0 for logprobs in scores for logprob in logprobs)
 
 
 @pytest.mark.chaos
