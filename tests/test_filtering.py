@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 
 from schemas.errors import RolloutsFailed
-from schemas.recipe import DrGRPOAdvantage, FilteringConfig, RolloutConfig, WindowConfig
+from schemas.recipe import FilteringConfig, RolloutConfig, WindowConfig
 from schemas.types import Filtered, Status, StoredGroup
 from stages.advantage import advantage
 from stages.filtering import filtering, judge
 from storage.batches import Outcomes
 from storage.traces import Traces
-from tests.builders import group, segment, trace_row
+from tests.builders import group, recipe, segment, trace_row
 
 KEEP, DROP = FilteringConfig(zero_variance="keep"), FilteringConfig(zero_variance="drop")
 ROLLOUT = RolloutConfig(batch_groups=2, group_size=4, min_group_size=2, max_failed_groups=3)
@@ -183,7 +183,7 @@ async def test_the_reward_that_is_logged_is_the_one_that_is_trained(outcomes: Ou
         traces.commit([traces.write(rows)])
     filtered = await fill(Source(*traces.groups()), outcomes)
     assert filtered is not None and filtered.metrics["rollout/reward_mean"] == 0.5
-    batch = advantage(filtered, 7, DrGRPOAdvantage())
+    batch = advantage(filtered, 7, recipe(advantage={"type": "dr_grpo"}))
     assert [segment.advantage for segment in batch.segments] == [0.25, -0.25] * 2  # 0.75 and 0.25 around 0.5
     assert batch.metrics["advantage/reward_mean"] == 0.5
 
