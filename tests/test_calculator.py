@@ -1,4 +1,4 @@
-"""One data row, four kinds of agents: all of them ask the policy with the same tokens."""
+"""One data row, four kinds of agents: those that pass the row on as it is ask the policy with the same tokens."""
 
 from __future__ import annotations
 
@@ -156,6 +156,7 @@ async def test_an_agent_of_a_library_trains_as_it_is(renderer: ChatRenderer) -> 
     ("text", "calls"),
     [
         (f"<tool_call>{CALL}</tool_call>", [{"expression": "3^2"}]),
+        (f"<tool_call>{CALL}</tool_call>\n<tool_call>{CALL}</tool_call>", [{"expression": "3^2"}] * 2),
         (f"so {CALL}{CALL}", [{"expression": "3^2"}] * 2),
         ("9", []),
         ('{"name": "calculator"}', []),

@@ -208,6 +208,49 @@ async def test_side_calls_to_the_unrecorded_model_leave_no_trace() -> None:
         assert at.parts() == [["<u>hi<e><a>", "A<e>"]]
 
 
+async def test_a_judge_on_the_unrecorded_model_is_sampled_as_it_asks() -> None:
+    engine = Engine("ABCDEFGH<e>")
+    async with opened(engine) as at:
+        await at.openai().chat.completions.create(
+            model="policy-unrecorded", messages=HI, temperature=0, top_p=0.5, max_tokens=400
+        )
+        assert engine.samplings == [SamplingConfig(temperature=0, top_p=0.5, max_tokens=400)]
+        assert at.recorder.overridden == {}
+
+
+async def test_a_limit_above_that_of_the_recipe_is_lowered_and_noted() -> None:
+    engine = Engine("A<e>")
+    async with opened(engine) as at:
+        for most in (400, 50, 400):
+            await at.openai().chat.completions.create(model="policy", messages=HI, max_tokens=most)
+        assert [sampling.max_tokens for sampling in engine.samplings] == [100, 50, 100]
+        assert at.recorder.overridden == {"max_tokens": [400]}
+
+
+async def test_tools_that_no_parser_would_find_calls_of_are_refused() -> None:
+    tools: Any = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
+    engine = Engine("A<e>")
+    agent = AgentConfig(entry="a:B", max_context_tokens=1000)
+    recorder = Recorder(engine.sample, renderer(), Marks(renderer()), agent, SamplingConfig(), parses_calls=False)
+    server = CaptureServer()
+    await server.start()
+    async with server.open(recorder) as url:
+        client = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key=recorder.key)
+        with pytest.raises(openai.BadRequestError, match=r"found tools without engine.tool_parser; allowed: none"):
+            await client.chat.completions.create(model="policy", messages=HI, tools=tools)
+        await client.chat.completions.create(model="policy", messages=HI, tools=tools, tool_choice="none")
+    await server.close()
+    assert len(engine.prompts) == 1
+
+
+def test_names_of_ignored_fields_are_kept_up_to_the_limit_however_often_they_come() -> None:
+    recorder = _recorder(Engine("A<e>"))
+    many = [f"f{index}" for index in range(60)]
+    recorder._name(many)
+    recorder._name([*many, "new"])
+    assert list(recorder.ignored) == [*many, "new"]
+
+
 async def test_a_request_decides_length_and_stop_and_the_rollout_the_rest() -> None:
     engine = Engine("ABCDEFGH<e>")
     async with opened(engine) as at:
@@ -704,7 +747,11 @@ def test_the_prompt_of_a_row_with_images_is_text_and_its_images_are_beside_it(
         ),
         (
             Result(reward=1.0, sampling_params={"temperature": 0.5}),
-            "a ChatAgent returned sampling_params; allowed: none, its requests say how to sample",
+            "a ChatAgent returned sampling_params; allowed: none, its requests decide how it goes on",
+        ),
+        (
+            Result(reward=1.0, observation="go on", terminated=False),
+            "a ChatAgent returned an observation, terminated=False; allowed: none, its requests decide how it goes on",
         ),
     ],
 )
@@ -752,6 +799,32 @@ def test_agents_that_end_badly_are_recorded_outcomes(run: Callable[..., ChatRoll
 def test_a_dead_engine_is_not_the_agents_doing(run: Callable[..., ChatRollout]) -> None:
     with pytest.raises(WorkerError, match="gone"):
         run(Asking, Engine(WorkerError("the engine is gone")), timeout_seconds=30.0)
+
+
+def test_an_agent_whose_last_turn_ended_at_its_limit_is_truncated(run: Callable[..., ChatRollout]) -> None:
+    assert run(Asking, Engine("A" * 101 + "<e>"), label="A" * 100).status is Status.TRUNCATED
+    assert run(Asking, Engine("A" * 99 + "<e>"), label="A" * 99).status is Status.OK
+
+
+def test_an_agent_that_lets_the_end_of_its_turns_through_has_no_reward_and_says_why(
+    run: Callable[..., ChatRollout],
+) -> None:
+    class Endless(Asking):
+        async def run(self, ctx: ChatContext) -> Result:
+            for _ in range(3):
+                await super().run(ctx)
+            return Result(reward=1.0)
+
+    rollout = run(Endless, Engine("A<e>"), max_turns=2)
+    assert (rollout.status, rollout.reward, len(rollout.segments)) == (Status.AGENT_ERROR, None, 2)
+    assert rollout.error is not None
+    assert rollout.error.startswith("after its 2 turns (agent.max_turns) were used: BadRequestError")
+
+
+def test_a_first_prompt_without_room_is_said_to_be_too_long(run: Callable[..., ChatRollout]) -> None:
+    rollout = run(Asking, Engine("A<e>"), max_context_tokens=3)
+    assert (rollout.status, rollout.reward) == (Status.PROMPT_TOO_LONG, None)
+    assert rollout.error == "no request left room below agent.max_context_tokens = 3"
 
 
 def test_an_agent_whose_turn_was_cut_off_is_truncated(run: Callable[..., ChatRollout]) -> None:

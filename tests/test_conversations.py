@@ -13,7 +13,7 @@ from schemas.recipe import ModelConfig, SFTDataConfig
 from stages.capture import openai_chat
 from stages.workers.collate import TrainRow
 from stages.workers.conversations import read_conversations
-from tests.chats import PLAIN, Chat, renderer, user
+from tests.chats import KEEPS_THOUGHTS, PLAIN, Chat, renderer, user
 
 CALL = {"id": "1", "type": "function", "function": {"name": "add", "arguments": '{"a":1}'}}
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}, "strict": True}}
@@ -51,6 +51,13 @@ def test_a_call_without_text_has_the_same_tokens_as_in_a_rollout(tmp_path: Path,
 def test_a_call_that_is_trained_is_written_as_in_a_history(tmp_path: Path) -> None:
     (row,) = read(tmp_path, {"messages": [user("x"), {"role": "assistant", "content": None, "tool_calls": [CALL]}]})
     assert parts(row) == ("<u>x<e><a>", '<c>add{"a": 1}<e>')
+
+
+@pytest.mark.parametrize("key", ["reasoning_content", "reasoning", "thinking"])
+def test_reasoning_is_trained_wherever_the_template_looks_for_it(tmp_path: Path, key: str) -> None:
+    reply = {"role": "assistant", "content": "A", "reasoning_content": "why"}
+    (row,) = read(tmp_path, {"messages": [user("x"), reply]}, template=KEEPS_THOUGHTS.replace("reasoning_content", key))
+    assert parts(row) == ("<u>x<e><a>", "[why]A<e>")
 
 
 @pytest.mark.parametrize("system", ["I", "I am a model"])

@@ -63,6 +63,7 @@ def read_calls(text: str) -> list[Any]:
         try:
             call, place = json.JSONDecoder().raw_decode(text, place)
             calls.append(call["arguments"])
+            place += len(text[place:]) - len(text[place:].lstrip())
         except (ValueError, KeyError, TypeError):
             return []
     return calls

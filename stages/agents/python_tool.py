@@ -79,6 +79,10 @@ class PythonToolEnv(Env):
         if isinstance(label, bool) or not isinstance(label, str | int | float) or not str(label).strip():
             raise AgentError(f"PythonToolEnv: the label is {label!r}; allowed: the gold answer, as text or a number")
         grade = await math_grader().grade(answer or "", str(label))
+        if grade.verdict is Verdict.TIMEOUT:
+            raise AgentError(
+                f"PythonToolEnv: no verdict on the answer {(answer or '')[:80]!r} within the grader's limit"
+            )
         correct = float(grade.verdict is Verdict.CORRECT)
         info = {**self._info(grade.verdict, answer), "grader": grade.version}
         return Result(reward=correct, score=correct, reward_components={"correct": correct}, info=info)

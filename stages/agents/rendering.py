@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from functools import cached_property, lru_cache
 from typing import Any
@@ -12,6 +13,9 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from schemas.errors import RecipeError
 from stages.agents.messages import canonical_messages, canonical_tools, readable_calls
+
+REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
+"""Where templates look for the reasoning of an assistant's message; ours have the first."""
 
 
 class ChatRenderer:
@@ -23,6 +27,9 @@ class ChatRenderer:
         )
         if not self.tokenizer.chat_template:
             raise RecipeError(f"model.path: the tokenizer of {model_path} has no chat template, which prompts need")
+        template = str(self.tokenizer.chat_template)
+        mentioned = (key for key in REASONING_KEYS if re.search(rf"\.{key}\b|['\"]{key}['\"]", template))
+        self._reasoning_key = next(mentioned, REASONING_KEYS[0])
         # Stands for a sampled turn in a render; what follows it is the delta. Nobody can guess and say it.
         self._sentinel = f"\u2402{uuid4().hex}\u2402"
         self._spoken = {"role": "assistant", "content": self._sentinel}
@@ -99,8 +106,15 @@ class ChatRenderer:
     ) -> str:
         """The text of a conversation up to where the policy speaks. Templates raise what they like."""
         options = {"tokenize": False, "add_generation_prompt": True, **(template_args or {})}
-        shown, offered = canonical_messages(messages), canonical_tools(tools) or None
+        shown, offered = [self._renamed(m) for m in canonical_messages(messages)], canonical_tools(tools) or None
         return str(self.tokenizer.apply_chat_template(shown, tools=offered, **options))
+
+    def _renamed(self, message: dict[str, Any]) -> dict[str, Any]:
+        """The message with its reasoning where this template looks for it."""
+        given = next((key for key in REASONING_KEYS if key in message), None)
+        if given in (None, self._reasoning_key):
+            return message
+        return {self._reasoning_key if name == given else name: value for name, value in message.items()}
 
     def tokenize(self, text: str) -> list[int]:
         return list(self.tokenizer.encode(text, add_special_tokens=False))

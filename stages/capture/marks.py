@@ -9,7 +9,6 @@ policy said, such as the reasoning of earlier turns.
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from itertools import count
@@ -17,12 +16,10 @@ from typing import Any
 from uuid import uuid4
 
 from schemas.chat import ChatError
-from stages.agents.rendering import ChatRenderer
+from stages.agents.rendering import REASONING_KEYS, ChatRenderer
 
 Message = Mapping[str, Any]
 END_OF_REASONING = "</think>"
-REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
-"""Where templates look for the reasoning of an assistant's message; ours have the first."""
 
 
 class Rewritten(Exception):
@@ -37,9 +34,6 @@ class Marks:
         self._template_args = dict(template_args or {})
         self._secret = f"mark{uuid4().hex}"  # nobody can guess and say it; letters and digits pass every filter
         self._closings: dict[str, str | None] = {}
-        template = str(renderer.tokenizer.chat_template)
-        mentioned = (key for key in REASONING_KEYS if re.search(rf"\.{key}\b|['\"]{key}['\"]", template))
-        self._reasoning_key = next(mentioned, REASONING_KEYS[0])
         added = renderer.tokenizer.added_tokens_decoder
         self._whole = lru_cache(maxsize=256)(lambda text: tuple(renderer.tokenize(text)))
         self._special = {token_id: token.content for token_id, token in added.items() if token.special}
@@ -50,7 +44,6 @@ class Marks:
         What a template refuses is rendered in the other ways that templates expect, if need be. Raises ChatError when
         it refuses them all.
         """
-        messages = [_renamed(message, self._reasoning_key) for message in messages]
         refusals = []
         for form in (list, _simplified, _with_text_arguments):
             try:
@@ -147,12 +140,6 @@ class Marks:
         if known is None:
             raise Rewritten("the template does not put what follows a turn behind it")
         return known
-
-
-def _renamed(message: Message, key: str) -> Message:
-    if "reasoning_content" not in message or key == "reasoning_content":
-        return message
-    return {key if name == "reasoning_content" else name: value for name, value in message.items()}
 
 
 def _simplified(messages: Sequence[Message]) -> list[dict[str, Any]]:

@@ -35,8 +35,15 @@ class Recorder:
     """Answers the requests of one rollout. `session` holds what was recorded."""
 
     def __init__(
-        self, sample: Sample, renderer: ChatRenderer, marks: Marks, config: AgentConfig, sampling: SamplingConfig
+        self,
+        sample: Sample,
+        renderer: ChatRenderer,
+        marks: Marks,
+        config: AgentConfig,
+        sampling: SamplingConfig,
+        parses_calls: bool = True,
     ) -> None:
+        """`parses_calls`: whether the engine has a parser of tool calls."""
         self.key = secrets.token_urlsafe(24)
         self.session = Session(marks, config.max_context_tokens)
         self.failure: WorkerError | None = None
@@ -46,12 +53,15 @@ class Recorder:
         self.ignored: dict[str, None] = {}
         """Names of what requests had that was accepted without effect, at most `MAX_NAMED`."""
         self.out_of_turns = False
+        self.was_cut_off = False
+        """Whether the last recorded turn ended at its limit of tokens."""
         self.num_active = 0
         self._sample = sample
         self._renderer = renderer
         self._marks = marks
         self._config = config
         self._sampling = sampling
+        self._parses_calls = parses_calls
         self._retries: Retries[Reply] = Retries()
         self._turns = 0
         self._is_closed = False
@@ -83,6 +93,9 @@ class Recorder:
         session = self.session if is_recorded else Session(self._marks, self._config.max_context_tokens)
         turn = session.begin(request.messages, request.tools)
         sampling = self._merged(request.sampling, turn.room, is_recorded)
+        if request.tools and request.tool_choice == "auto" and not self._parses_calls:
+            found = "found tools without engine.tool_parser; allowed: none, tool_choice none, or a recipe that names"
+            raise ChatError(400, "invalid_request", f"tools: {found} vLLM's parser of the model's calls", "tools")
         options = ParseOptions(request.tools if request.tool_choice == "auto" else [])
         with self._turns_taken(request.n if is_recorded else 0):
             if turn.room == 0:
@@ -93,13 +106,15 @@ class Recorder:
         reply = self._made(
             request, turn, [self._choice(request, s) for s in samples], sum(len(s.token_ids) for s in samples)
         )
+        if is_recorded:
+            self.was_cut_off = samples[-1].finish_reason == "length"
         for index, sample in enumerate(samples if is_recorded else ()):
             session.commit(turn, sample, spoken(reply, index), sampling, seconds)
         return reply
 
     def _name(self, ignored: Sequence[str]) -> None:
         """What has no effect is recorded by name, and said once a process."""
-        self.ignored = dict.fromkeys([*self.ignored, *ignored][:MAX_NAMED])
+        self.ignored = dict.fromkeys(list(dict.fromkeys([*self.ignored, *ignored]))[:MAX_NAMED])
         if new := [name for name in self.ignored if name not in _told]:
             _told.update(new)
             log.warning("chat requests: accepted without effect: %s", ", ".join(new))
@@ -139,14 +154,23 @@ class Recorder:
         mine = self._sampling
         asked = {name: getattr(wanted, name) for name in DISTRIBUTION}
         other = {name: value for name, value in asked.items() if value not in (None, getattr(mine, name))}
-        honored = other if self._config.honor_request_sampling else {}
+        honored = other if self._config.honor_request_sampling or not is_recorded else {}
         if is_recorded and (problem := untrainable(honored)) is not None:
             raise ChatError(400, "invalid_request", problem[1], problem[0])
         for name, value in {**other, "seed": wanted.seed}.items():
-            if value is not None and name not in honored and value not in self.overridden.setdefault(name, []):
-                self.overridden[name].append(value)
-        most = min(wanted.max_tokens or mine.max_tokens, mine.max_tokens, max(room, 1))
+            if value is not None and name not in honored:
+                self._note(name, value)
+        most = wanted.max_tokens or mine.max_tokens
+        if is_recorded and most > mine.max_tokens:
+            self._note("max_tokens", most)
+            most = mine.max_tokens
+        most = min(most, max(room, 1))
         return mine.model_copy(update={**honored, "max_tokens": most, "stop": [*mine.stop, *wanted.stop]})
+
+    def _note(self, name: str, value: Any) -> None:
+        """What a request asked for and did not get."""
+        if value not in (values := self.overridden.setdefault(name, [])):
+            values.append(value)
 
     def _choice(self, request: ChatRequest, sample: Generation) -> Choice:
         said = sample.parsed

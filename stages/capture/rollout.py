@@ -13,7 +13,7 @@ from schemas.recipe import AgentConfig
 from schemas.types import GroupTask, Status
 from stages.agents.attempt import Attempt, add_result, call_user, run_attempt
 from stages.agents.chat import ChatAgent, ChatContext, last_user_text
-from stages.agents.contract import as_messages
+from stages.agents.contract import Result, as_messages
 from stages.agents.messages import images
 from stages.capture.recorder import Recorder
 from stages.capture.segments import CapturedSegment
@@ -55,9 +55,8 @@ async def run_chat(
             )
             result = await call_user(threads, agent.run, context)
         add_result(rollout, result)
-        if result.sampling_params is not None:
-            raise AgentError("a ChatAgent returned sampling_params; allowed: none, its requests say how to sample")
-        if result.truncated or recorder.out_of_turns or recorder.session.out_of_context:
+        _refuse_what_only_environments_decide(result)
+        if result.truncated or recorder.out_of_turns or recorder.was_cut_off or recorder.session.out_of_context:
             rollout.status = Status.TRUNCATED
 
     try:
@@ -71,7 +70,28 @@ async def run_chat(
         rollout.info["overridden_sampling"] = recorder.overridden
     if recorder.ignored:
         rollout.info["ignored_request_fields"] = list(recorder.ignored)
-    if rollout.status.trainable and not rollout.segments:
-        rollout.status, rollout.error = Status.AGENT_ERROR, "the agent ended without asking the policy anything"
-        rollout.reward = rollout.score = None
+    if not rollout.segments:
+        _explain_empty(rollout, recorder, config)
+    elif rollout.status is Status.AGENT_ERROR and recorder.out_of_turns:
+        rollout.error = f"after its {config.max_turns} turns (agent.max_turns) were used: {rollout.error}"
     return rollout
+
+
+def _refuse_what_only_environments_decide(result: Result) -> None:
+    has = {
+        "sampling_params": result.sampling_params is not None,
+        "an observation": bool(result.observation),
+        "terminated=False": not (result.terminated or result.truncated),
+    }
+    if found := [name for name, there in has.items() if there]:
+        raise AgentError(f"a ChatAgent returned {', '.join(found)}; allowed: none, its requests decide how it goes on")
+
+
+def _explain_empty(rollout: ChatRollout, recorder: Recorder, config: AgentConfig) -> None:
+    """Nothing was sampled, so there is nothing to reward."""
+    if recorder.session.out_of_context:
+        rollout.status = Status.PROMPT_TOO_LONG
+        rollout.error = f"no request left room below agent.max_context_tokens = {config.max_context_tokens}"
+    elif rollout.status.trainable:
+        rollout.status, rollout.error = Status.AGENT_ERROR, "the agent ended without asking the policy anything"
+    rollout.reward = rollout.score = None

@@ -41,6 +41,7 @@ COALESCE_SECONDS = 0.02
 class AgentWorker:
     def __init__(self, recipe: RLRecipe, run_uri: str, run_attempt: int, name: str, engines: Sequence[Any]) -> None:
         self._config = recipe.agent
+        self._parses_calls = recipe.engine.tool_parser is not None
         agent = load_agent(recipe.agent.entry)
         self._make_agent: Callable[..., Any] = partial(agent, **recipe.agent.args)
         if agent.__init__ is object.__init__ and not recipe.agent.args:  # nothing that could block: no thread needed
@@ -104,7 +105,7 @@ class AgentWorker:
         config, threads = self._config, self._threads
         if self._server is None:
             return await run_env(self._make_agent, task, seed, engine.generate, self._renderer, config, threads)
-        recorder = Recorder(engine.generate, self._renderer, self._marks, config, task.sampling)
+        recorder = Recorder(engine.generate, self._renderer, self._marks, config, task.sampling, self._parses_calls)
         return await run_chat(self._make_agent, task, seed, self._server, recorder, config, threads)
 
 

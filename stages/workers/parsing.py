@@ -18,7 +18,11 @@ class TurnParser:
     """Parsers of one engine. They read text that was decoded for them; the token ids stay what is trained."""
 
     def __init__(self, tokenizer: Any, tool_parser: str | None, reasoning_parser: str | None) -> None:
+        from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+
         self._tokenizer = tokenizer
+        self._request_type = ChatCompletionRequest
+        self._num_failures = 0
         self._tool_parser = self._reasoning_parser = None
         if tool_parser is not None:
             from vllm.tool_parsers import ToolParserManager
@@ -48,7 +52,9 @@ class TurnParser:
         try:
             return self._parse(prompt_ids, text, options)
         except Exception:  # a parser of any model met something that it did not expect from an untrained policy
-            log.debug("a parser failed on a sampled turn", exc_info=True)
+            self._num_failures += 1
+            if self._num_failures in (1, 10, 100, 1000):
+                log.warning("a parser failed on %d sampled turns so far", self._num_failures, exc_info=True)
             return ParsedTurn(plain)
 
     def _decode(self, ids: list[int], *, skip_special_tokens: bool, stop: str | None) -> str:
@@ -56,9 +62,7 @@ class TurnParser:
         return text.partition(stop)[0] if stop else text
 
     def _parse(self, prompt_ids: Sequence[int], text: str, options: ParseOptions) -> ParsedTurn:
-        from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
-
-        request = ChatCompletionRequest(
+        request = self._request_type(
             model="policy", messages=[], tools=options.tools or None, tool_choice="auto" if options.tools else "none"
         )
         reasoning: str | None = None
