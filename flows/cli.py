@@ -166,7 +166,7 @@ def traces_show(
 
 def _rollout_text(row: dict[str, Any]) -> Text:
     text = Text()
-    text.append(f"{row['group_id']} rollout {row['rollout']}", style="bold")
+    text.append(f"{row['group_id']} rollout {row['rollout']} segment {row['segment']} ({row['opened']})", style="bold")
     text.append(f"  {row['status']}  reward {_number(row['reward'])}  versions ")
     text.append(
         f"{row['oldest_version']}-{row['newest_version']}  {row['num_sampled']} of {row['num_tokens']} tokens\n"
@@ -175,9 +175,13 @@ def _rollout_text(row: dict[str, Any]) -> Text:
         text.append(f"  {_printable(row['error'])}\n", style="red")
     for message in json.loads(row["messages"]):
         text.append(f"  {message['role']}: ", style="cyan")
+        if message.get("reasoning_content"):
+            text.append(f"[{_printable(str(message['reasoning_content']))}] ", style="dim")
         text.append(f"{_printable(str(message.get('content')))}\n")
         for call in message.get("tool_calls") or []:
             text.append(f"    calls {_printable(json.dumps(call.get('function')))}\n")
+    if row["info"] != "{}":
+        text.append(f"  info: {_printable(row['info'])}\n", style="dim")
     for span in row["spans"]:
         logprobs = " ".join(f"{value:.2f}" for value in row["logprobs"][span["start"] : span["end"]])
         text.append(f"  turn {span['turn']} at version {span['version']}: log-probs {logprobs}\n", style="dim")

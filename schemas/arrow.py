@@ -44,6 +44,7 @@ TRACES = _schema(
     pa.field("rollout", pa.int32(), nullable=False),
     pa.field("segment", pa.int32(), nullable=False),
     pa.field("run_attempt", pa.int32(), nullable=False),
+    pa.field("opened", pa.string(), nullable=False),  # why the segment begins: new, branch or rewritten
     pa.field("status", pa.string(), nullable=False),  # see schemas.types.Status
     pa.field("error", pa.string()),
     pa.field("token_ids", pa.list_(pa.int32()), nullable=False),

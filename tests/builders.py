@@ -76,6 +76,7 @@ def trace_row(
         "group_id": f"0000-{sequence:06d}-0",
         "rollout": rollout,
         "segment": segment,
+        "opened": "new",
         "run_attempt": 0,
         "status": "ok",
         "error": None,

@@ -250,7 +250,7 @@ def test_a_run_that_is_not_there_is_refused_with_the_nearest_name(
 def test_traces_show_the_conversation_and_how_each_token_was_sampled(moltflow: Command, run: RunFolder) -> None:
     answer = moltflow("traces", "show", "tiny", *root(run), "--where", "sequence = 3", "--limit", "1")
     assert answer.out.splitlines() == [
-        "0000-000003-0 rollout 0  ok  reward 0  versions 3-3  2 of 4 tokens",
+        "0000-000003-0 rollout 0 segment 0 (new)  ok  reward 0  versions 3-3  2 of 4 tokens",
         "  user: sort 21",
         "  assistant: 12",
         "  turn 0 at version 3: log-probs -0.25 -0.50",
@@ -261,7 +261,7 @@ def test_traces_show_the_conversation_and_how_each_token_was_sampled(moltflow: C
 def test_traces_of_one_batch_are_those_that_it_trained(moltflow: Command, run: RunFolder) -> None:
     answer = moltflow("traces", "show", "tiny", *root(run), "--step", "1")
     heads = [line.split("  ")[0] for line in answer.out.splitlines() if line.startswith("0000")]
-    assert heads == ["0000-000001-0 rollout 0", "0000-000001-0 rollout 1"]
+    assert heads == [f"0000-000001-0 rollout {rollout} segment 0 (new)" for rollout in range(2)]
     assert moltflow("traces", "show", "tiny", *root(run), "--step", "9").out == "no rollouts of tiny match\n"
 
 

@@ -244,6 +244,7 @@ def _row(task: GroupTask, index: int, number: int, segment: Any, rollout: Attemp
         "group_id": task.group_id,
         "rollout": index,
         "segment": number,
+        "opened": getattr(segment, "opened", "new"),
         "status": str(rollout.status),
         "error": rollout.error,
         "token_ids": segment.token_ids,
