@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from stages.algorithms.estimators import ESTIMATORS, is_constant
 
 ONE_GROUP = [0, 0, 0, 0]
-OUTCOMES = ["reinforce", "gae"]  # the reward itself, spread over tokens later
+OUTCOMES = ["reinforce", "gae", "on_policy_distill"]  # the reward itself, spread over tokens later
 BASELINES = [type for type in ESTIMATORS if type not in OUTCOMES]
 SHIFT_INVARIANT = [type for type in BASELINES if type != "maxrl"]
 
