@@ -40,7 +40,8 @@ async def train_rl(recipe: RLRecipe) -> dict[str, Any]:
                 )
                 if groups is None:
                     break
-                await tasks.score(groups, step, run.trainer, run.scores, recipe)
+                if recipe.reference is not None:
+                    await tasks.score(groups, step, run.trainer, run.scores)
                 batch = await tasks.advantage(groups, step, recipe)
                 await tasks.train_step(batch, run.batches, run.trainer, recipe)
                 await tasks.refit(run.trainer, run.engines, step + 1, recipe.refit)

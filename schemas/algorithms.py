@@ -100,7 +100,6 @@ AdvantageConfig = Annotated[
 ]
 BY_TOKEN = ("reinforce",)
 """Estimators whose advantage differs from token to token, so that a KL can be part of the reward."""
-WHITENED = ("reinforce", "reinforce_baseline")
 BY_GROUP = ("grpo", "dr_grpo", "rloo", "maxrl", "reinforce_baseline")
 """Estimators that compare the rollouts of a prompt."""
 

@@ -20,10 +20,14 @@ def advantage(filtered: Filtered, step: int, recipe: RLRecipe) -> Batch:
     """The batch of `step`. The baseline is taken over the rollouts that succeeded, one reward each however many
     segments; all segments of a rollout get its advantage. Rewards are shaped first."""
     groups = filtered.groups
-    rollouts = [(index, rollout) for index, group in enumerate(groups) for rollout in group.rewards()]
-    rewards = [shaped_reward(groups[index], rollout, recipe) for index, rollout in rollouts]
-    estimates = estimate(recipe.advantage, rewards, [index for index, _ in rollouts])
-    by_rollout = dict(zip(rollouts, estimates, strict=True))
+    shaped = {
+        (index, rollout): shaped_reward(group, rollout, reward, recipe)
+        for index, group in enumerate(groups)
+        for rollout, reward in group.rewards().items()
+    }
+    rewards = list(shaped.values())
+    estimates = estimate(recipe.advantage, rewards, [index for index, _ in shaped])
+    by_rollout = dict(zip(shaped, estimates, strict=True))
     segments = tuple(
         TrainableSegment(
             sequence=group.sequence,
@@ -40,11 +44,11 @@ def advantage(filtered: Filtered, step: int, recipe: RLRecipe) -> Batch:
     return Batch(step, segments, _metrics(groups, rewards, estimates))
 
 
-def shaped_reward(group: StoredGroup, rollout: int, recipe: RLRecipe) -> float:
+def shaped_reward(group: StoredGroup, rollout: int, reward: float, recipe: RLRecipe) -> float:
     """The reward that is trained: components weighed, then length punished, then clipped.
 
     Raises AgentError when the agent did not give a component that has a weight."""
-    config, reward = recipe.reward, group.rewards()[rollout]
+    config = recipe.reward
     segments = [segment for segment in group.trainable if segment.rollout == rollout]
     if config.weights:
         try:

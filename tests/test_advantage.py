@@ -95,7 +95,9 @@ def test_every_trainable_row_of_every_group_is_in_the_batch_once(rewards: list[f
 
 def shaped(config: dict[str, Any], *segments: Any) -> float:
     (group_,) = [group(0, *segments)]
-    return shaped_reward(group_, 0, recipe(reward=config, agent={"entry": "a:B", "max_context_tokens": 100}))
+    return shaped_reward(
+        group_, 0, group_.rewards()[0], recipe(reward=config, agent={"entry": "a:B", "max_context_tokens": 100})
+    )
 
 
 def test_components_are_weighed_before_length_is_punished_and_the_clip_comes_last() -> None:

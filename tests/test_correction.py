@@ -24,21 +24,13 @@ from stages.algorithms.correction import (
     statistic,
 )
 from stages.algorithms.losses import policy_gradient, ppo
+from tests.tensors import TRUE, close, rows
 
-TRUE = torch.tensor([[True, True, True]])
 SUPPORTED = [
     *(("token", mode, "ratio") for mode in MODES),
     *((level, "mask", "ratio") for level in ("seq", "geo")),
     *((level, "mask", gate) for level in ("token", "seq") for gate in ("binary_kl", "tv")),
 ]
-
-
-def close(*values: float, abs: float = 1e-4) -> object:
-    return pytest.approx(list(values), abs=abs)
-
-
-def rows(*values: list[float]) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.float64)
 
 
 def corrected(

@@ -13,13 +13,10 @@ from hypothesis.extra import numpy as hnp
 from stages.algorithms.aggregation import aggregate, row_weights
 from stages.algorithms.kl import KINDS, adaptive_coefficient, kl
 from stages.algorithms.losses import policy_gradient
+from tests.tensors import close
 
 LOGPROBS = torch.tensor([[-1.0, -1, -1]], dtype=torch.float64)
 REFERENCE = torch.tensor([[0.0, -15, -30]], dtype=torch.float64)
-
-
-def close(*values: float, abs: float = 1e-4) -> object:
-    return pytest.approx(list(values), abs=abs)
 
 
 @pytest.mark.parametrize(

@@ -14,10 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from stages.algorithms.logprobs import chunked_scores, token_scores, token_temperatures
-
-
-def close(*values: float, abs: float = 1e-4) -> object:
-    return pytest.approx(list(values), abs=abs)
+from tests.tensors import close
 
 
 @pytest.mark.parametrize(

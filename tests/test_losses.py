@@ -16,16 +16,7 @@ from stages.algorithms.correction import MAX_LOG_RATIO, log_ratio, mismatch_sums
 from stages.algorithms.logprobs import token_scores
 from stages.algorithms.masks import action_mask
 from stages.algorithms.objective import Microbatch, Objective
-
-TRUE = torch.tensor([[True, True, True]])
-
-
-def close(*values: float, abs: float = 1e-4) -> object:
-    return pytest.approx(list(values), abs=abs)
-
-
-def rows(*values: list[float]) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.float64)
+from tests.tensors import TRUE, close, rows
 
 
 def step_loss(

@@ -15,17 +15,9 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from stages.algorithms.losses import LOSSES, PolicyLoss, cispo, gspo, policy_gradient, ppo, value_loss
+from tests.tensors import TRUE, close, rows
 
-TRUE = torch.tensor([[True, True, True]])
 OLD = torch.full((1, 3), -1.0, dtype=torch.float64)
-
-
-def close(*values: float, abs: float = 1e-4) -> object:
-    return pytest.approx(list(values), abs=abs)
-
-
-def rows(*values: list[float]) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.float64)
 
 
 def at(*ratios: float) -> torch.Tensor:

@@ -11,17 +11,13 @@ block. One instance serves one rollout.
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import inspect
 import json
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
+from schemas.entries import load_module
 from schemas.errors import AgentError, RecipeError
 from schemas.recipe import SamplingConfig
 from stages.agents.chat import ChatAgent
@@ -84,7 +80,7 @@ def load_agent(entry: str) -> type[Env] | type[ChatAgent]:
     where, _, name = entry.rpartition(":")
     if not where or not name:
         raise RecipeError(f"agent.entry: found {entry!r}; allowed: module:Class or path/to/file.py:Class")
-    module = _load_file(Path(where)) if where.endswith(".py") else _import(where)
+    module = load_module(where, "agent.entry")
     if not hasattr(module, name):
         classes = [name for name, value in vars(module).items() if _is_agent(value)]
         raise RecipeError(f"agent.entry: {where} has no {name!r}; its agents are {classes}")
@@ -121,29 +117,6 @@ def check_arguments(entry: str, agent: type[Env] | type[ChatAgent], arguments: M
         signature.bind(**arguments)
     except TypeError as problem:
         raise RecipeError(f"agent.args: {problem}; allowed: what {entry} takes, {signature}") from None
-
-
-def _import(module: str) -> ModuleType:
-    try:
-        return importlib.import_module(module)
-    except (Exception, SystemExit) as failure:  # user code may do anything at import
-        raise RecipeError(f"agent.entry: cannot import {module!r}: {type(failure).__name__}: {failure}") from failure
-
-
-def _load_file(path: Path) -> ModuleType:
-    if not path.is_file():
-        raise RecipeError(f"agent.entry: no file {path}")
-    name = f"moltflow_agent_{path.stem}"
-    spec = importlib.util.spec_from_file_location(name, path)
-    if spec is None or spec.loader is None:
-        raise RecipeError(f"agent.entry: {path} is not a Python file")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    try:
-        spec.loader.exec_module(module)
-    except (Exception, SystemExit) as failure:  # user code may do anything at import
-        raise RecipeError(f"agent.entry: cannot run {path}: {type(failure).__name__}: {failure}") from failure
-    return module
 
 
 def as_messages(observation: Any) -> list[dict[str, Any]]:

@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 
 from schemas.algorithms import (
-    WHITENED,
     AdvantageConfig,
     CorrectionConfig,
     KLConfig,
@@ -23,6 +22,7 @@ from schemas.algorithms import (
     OnPolicyDistillAdvantage,
     PolicyGradientLoss,
     ReinforceAdvantage,
+    ReinforceBaselineAdvantage,
 )
 from schemas.errors import TrainingDiverged
 from schemas.recipe import Recipe, RLRecipe
@@ -75,11 +75,12 @@ class Policy:
         if self._loss.epochs * self._loss.minibatches > 1 or self._reward_coef:
             self._remember_old_logprobs(rows, plan)
         self._spread_outcomes(list(rows.values()))
+        minibatches = sorted({place.minibatch for place in plan})
+        for minibatch in minibatches:
+            self._weigh(rows, plan, groups, counts.cpu(), minibatch)
         sums: defaultdict[str, float] = defaultdict(float)
-        for _ in range(self._loss.epochs):
-            for minibatch in sorted({place.minibatch for place in plan}):
-                self._weigh(rows, plan, groups, counts.cpu(), minibatch)
-                self._update(rows, plan, minibatch, sums)
+        for minibatch in minibatches * self._loss.epochs:
+            self._update(rows, plan, minibatch, sums)
         found = self._over_ranks(sums)
         coef, self.kl_coef = self.kl_coef, self._next_kl_coef(found, num_rollouts)
         return _metrics(totals, found, time.perf_counter() - start) | {"kl/coef": coef}
@@ -130,8 +131,17 @@ class Policy:
                 log_ratio = self._reward_kl(row)
                 assert log_ratio is not None, "a distillation remembers the old log-probs"
                 row.advantages[sampled] = -self._reward_coef * log_ratio
-        if self._advantage is None or self._advantage.type not in WHITENED or not getattr(self._advantage, "whiten", 1):
-            return
+        if self._whitens:
+            self._whiten(rows)
+
+    @property
+    def _whitens(self) -> bool:
+        if isinstance(self._advantage, ReinforceAdvantage):
+            return self._advantage.whiten
+        return isinstance(self._advantage, ReinforceBaselineAdvantage)
+
+    def _whiten(self, rows: Sequence[TrainRow]) -> None:
+        """Over the trained tokens of all ranks."""
         own = torch.stack([torch.zeros(3, dtype=torch.float64), *(_moments(row) for row in rows)]).sum(0)
         own = own.to(self.device)
         dist.all_reduce(own)
